@@ -32,10 +32,11 @@ class BlockArguments:
 class Batches:
     """An endless iterator of batches of this process, as dicts of numpy arrays.
 
-    Keys: the arrays of :class:`PackedRows`, [B, S] with B = batch_size / process_count, and, with `blocks`, ``block_start``,
-    ``block_visible`` and ``block_length`` int32[B, C] of the :class:`BlockPlan`. Each epoch visits the rows in an order of its
-    own; the rows that do not fill a last batch are left out of that epoch. The processes of a step hold
-    neighbouring parts of one global batch, which does not depend on how many they are.
+    Keys: the arrays of :class:`PackedRows`, [B, S] with B = batch_size / process_count, and, with
+    `blocks`, ``block_start``, ``block_visible`` and ``block_length`` int32[B, C] of the :class:`BlockPlan`.
+    Each epoch visits the rows in an order of its own; the rows that do not fill a last batch are left out of
+    that epoch. The processes of a step hold neighbouring parts of one global batch, which does not depend on
+    how many they are.
 
     batch_size counts the rows of all processes. prefetch prepares the next batch in one background thread; `close`,
     or leaving a ``with`` block, ends it.

@@ -44,10 +44,13 @@ class PackingReport:
 class PackedRows:
     """Rows of whole documents, one behind the other; all arrays are [R, S].
 
-    tokens: int32, 0 on padding. document: int32, index within the row, -1 on padding. start: int32, slot where the token's
-    document starts; on padding the slot itself, so that no attention interval is empty. position: int32, counts from 0
-    in each document, 0 on padding. response: bool, the token belongs to a response. response_start: int32, slot of
-    the first response token of the token's document, -1 on padding.
+    tokens: int32, 0 on padding.
+    document: int32, index within the row, -1 on padding.
+    start: int32, slot where the token's document starts; on padding the slot itself, so that no attention
+    interval is empty.
+    position: int32, counts from 0 in each document, 0 on padding.
+    response: bool, the token belongs to a response.
+    response_start: int32, slot of the first response token of the token's document, -1 on padding.
     """
 
     tokens: np.ndarray
@@ -85,10 +88,11 @@ class BlockPlan:
 
 
 def pack(documents: Iterable[Document], row_length: int, seed: int) -> tuple[PackedRows, PackingReport]:
-    """Pack whole documents into rows of `row_length` tokens, the longest first, each into the fullest row that holds it.
+    """Pack whole documents into rows of `row_length` tokens.
 
-    Which of two equally long documents comes first, and the order of the rows, are drawn from `seed`. A document that is
-    longer than a row is dropped and counted, never cut; one without a response is skipped and counted.
+    The longest come first, each into the fullest row that still holds it. Which of two equally long ones comes
+    first, and the order of the rows, are drawn from `seed`. A document that is longer than a row is dropped
+    and counted, never cut; one without a response is skipped and counted.
     Raises DataError if a document is malformed, or none is left.
     """
     if row_length < 1:
@@ -117,16 +121,8 @@ def pack(documents: Iterable[Document], row_length: int, seed: int) -> tuple[Pac
     layout = [members[row] for row in rng.permutation(len(members))]
     rows = _fill([[kept[i] for i in row] for row in layout], row_length)
     tokens = int(lengths.sum())
-    report = PackingReport(
-        rows=len(rows),
-        documents=len(kept),
-        tokens=tokens,
-        response_tokens=int(rows.response.sum()),
-        dropped_long=long,
-        skipped_empty=empty,
-        fill=tokens / rows.tokens.size,
-    )
-    return rows, report
+    fill = tokens / rows.tokens.size
+    return rows, PackingReport(len(rows), len(kept), tokens, int(rows.response.sum()), long, empty, fill)
 
 
 def max_blocks(rows: PackedRows, block_size: int) -> int:
@@ -148,10 +144,12 @@ def block_starts(
 ) -> BlockPlan:
     """Draw the masked blocks of each row: where they start, and how many of their tokens are visible.
 
-    starts ``partition``: blocks at the first response token and, for a random phase u in [0, G), at u, u+G, u+2G, ...
-    behind it. ``anchors``: `num_blocks` random starts a row, without repetition, shared among its documents in proportion to
-    their responses, at least one each; a response no longer than a block has its first token among them.
-    A row with more blocks than `num_blocks` keeps those at first response tokens and a random choice of the others.
+    starts ``partition``: blocks at the first response token and, for a random phase u in [0, G), at u, u+G,
+    u+2G, ... behind it. ``anchors``: `num_blocks` random starts a row, without repetition, shared among its
+    documents in proportion to their responses, at least one each; a response no longer than a block has its
+    first token among them.
+    A row with more blocks than `num_blocks` keeps those of a partition that start a response, and a random choice
+    of the others; what is left out is counted.
     `visible_probabilities`: of 0 and of 1 visible token; else 1 + geometric(`geometric`), at most G-1. At least one
     position of every block stays masked.
     Raises DataError for an unknown `starts`, or sizes and probabilities that make no sense.
@@ -193,9 +191,7 @@ def _check(document: Document, number: int) -> None:
     if not isinstance(ids, np.ndarray) or ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
         raise DataError(f"document {number}: ids are {getattr(ids, 'dtype', type(ids).__name__)}; expected int32[T]")
     if not 0 <= document.prompt_length <= len(ids):
-        raise DataError(
-            f"document {number}: prompt_length is {document.prompt_length}; expected 0..{len(ids)}, its length"
-        )
+        raise DataError(f"document {number}: prompt_length is {document.prompt_length}; expected 0..{len(ids)}")
 
 
 def _assign(lengths: np.ndarray, order: np.ndarray, row_length: int) -> list[list[int]]:
@@ -269,22 +265,22 @@ def _anchors(rows: PackedRows, block_size: int, num_blocks: int, rng: np.random.
     """As `_partition`: starts drawn among the response tokens, a share of `num_blocks` for each document."""
     row, _, first, end = _documents(rows)
     sizes = end - first
-    in_row = np.bincount(row, weights=sizes, minlength=len(rows))[row]
-    share = num_blocks * sizes / in_row
-    want = np.clip(share.astype(np.int64), 1, sizes)
-    # The places left over by rounding go to the largest remainders, one each.
+    # One each, the other places in proportion to the other response tokens, by largest remainder.
+    spare = np.bincount(row, weights=sizes - 1, minlength=len(rows))[row]
+    places = np.maximum(0, num_blocks - np.bincount(row, minlength=len(rows))[row])
+    share = np.minimum(sizes - 1, places * (sizes - 1) / np.maximum(1, spare))
+    want = 1 + np.floor(share).astype(np.int64)
     left = num_blocks - np.bincount(row, weights=want, minlength=len(rows))[row]
-    room = want < sizes
-    remainder = np.where(room, share - want, -np.inf)
-    want = want + (room & (_ranks(row, -remainder) < left))
+    remainder = share % 1
+    want += (remainder > 0) & (_ranks(row, -remainder) < left)
 
     owner = np.repeat(np.arange(len(row)), sizes)
     offset = np.arange(len(owner)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
     start = first[owner] + offset
     must = (offset == 0) & (sizes[owner] <= block_size)
     drawn = _ranks(owner, np.where(must, -1.0, rng.random(len(owner)))) < want[owner]
-    owner, start, must = owner[drawn], start[drawn], must[drawn]
-    return row[owner], start, end[owner], must
+    owner, start = owner[drawn], start[drawn]
+    return row[owner], start, end[owner], np.zeros(len(owner), bool)
 
 
 def _ranks(group: np.ndarray, key: np.ndarray) -> np.ndarray:

@@ -53,9 +53,7 @@ def load_prompts(path: str | Path) -> list[Prompt]:
     for where, record in _records(path):
         turns = record.get("turns")
         if not isinstance(turns, list) or not turns or not all(_is_text(turn) for turn in turns):
-            raise DataError(
-                f"{where}: 'turns' is {_shown(turns)}; expected a list of at least one non-empty text"
-            )
+            raise DataError(f"{where}: 'turns' is {_shown(turns)}; expected a list of at least one non-empty text")
         answer = record.get("answer")
         if isinstance(answer, (int, float)) and not isinstance(answer, bool):
             answer = str(answer)

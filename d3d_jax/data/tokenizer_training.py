@@ -63,10 +63,11 @@ CHAT_TEMPLATE = """\
 def train_tokenizer(texts: Iterable[str], vocab_size: int = 2048, out_folder: str | Path = "tokenizer") -> Path:
     """Train on `texts` and write an HF folder with exactly `vocab_size` tokens, special ones included.
 
-    Ids 0..4 are :data:`SPECIAL_TOKENS`, the next 256 the bytes, the rest merges in the order they were learnt. The folder
-    holds tokenizer.json, tokenizer_config.json and chat_template.jinja; its end token is `<|im_end|>`, its padding
-    `<|endoftext|>`. The same texts give the same files. Returns the folder.
-    Raises DataError if `vocab_size` cannot hold the bytes, or the texts are too few to fill it; nothing is written then.
+    Ids 0..4 are :data:`SPECIAL_TOKENS`, the next 256 the bytes, the rest merges in the order they were learnt.
+    The folder holds tokenizer.json, tokenizer_config.json and chat_template.jinja; its end token is `<|im_end|>`,
+    its padding `<|endoftext|>`. The same texts give the same files. Returns the folder.
+    Raises DataError if `vocab_size` cannot hold the bytes, or the texts are too few to fill it; nothing is
+    written then.
     """
     smallest = _BYTES + len(SPECIAL_TOKENS)
     if vocab_size < smallest:
