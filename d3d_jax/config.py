@@ -1,0 +1,338 @@
+"""Configuration: frozen dataclasses, YAML files and `a.b=c` overrides.
+
+A file holds one mapping whose keys are the fields of one dataclass; nested dataclasses are nested
+mappings. Unknown keys and values of the wrong type are refused with the path of the key, so a typing
+error never turns into a silent default. Field names are those of the ecosystem (transformers for
+models, ALGORITHM's terms for the rest).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import yaml
+
+from d3d_jax.errors import ConfigError, nearest
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary position embedding. `theta` has no default: a guessed one is wrong without an error.
+
+    `rope_type` is `default` or `yarn`; the remaining fields are YaRN's, as transformers names them.
+    """
+
+    theta: float
+    rope_type: Literal["default", "yarn"] = "default"
+    factor: float = 1.0
+    original_max_position_embeddings: int | None = None
+    attention_factor: float | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Shape of a dense Qwen3 model. Field names and meanings are transformers'."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rope: RopeConfig
+    rms_norm_eps: float = 1e-6
+    max_position_embeddings: int = 40960
+    tie_word_embeddings: bool = False
+
+    def __post_init__(self) -> None:
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ConfigError(
+                f"num_attention_heads={self.num_attention_heads} is not a multiple of "
+                f"num_key_value_heads={self.num_key_value_heads}; grouped-query attention needs one"
+            )
+        if self.head_dim % 2:
+            raise ConfigError(f"head_dim={self.head_dim} is odd; rotary embedding turns pairs of channels")
+
+
+@dataclass(frozen=True)
+class DrafterConfig:
+    """What makes a Qwen3-shaped model a block-diffusion drafter (ALGORITHM.md 2).
+
+    `block_attention`: masked tokens see their whole block (`bidirectional`) or its past (`causal`).
+    `kept_layers`: indices of the layers kept from the model it was pruned from, in order.
+    """
+
+    block_size: int
+    mask_token_id: int
+    block_attention: Literal["bidirectional", "causal"] = "bidirectional"
+    kept_layers: tuple[int, ...] | None = None
+    target_model: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.block_size < 2:
+            raise ConfigError(f"block_size={self.block_size}: a block is one anchor and at least one draft")
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How the target chooses a token. `temperature=0` is greedy; then the other fields must be off.
+
+    Filters are applied in transformers' order: temperature, top-k, top-p, min-p. `top_k=0`,
+    `top_p=1` and `min_p=0` mean off. `seed` keys the noise by absolute position.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        checks = (
+            (self.temperature >= 0, "temperature must be 0 (greedy) or above"),
+            (self.top_k >= 0, "top_k must be 0 (off) or above"),
+            (0 < self.top_p <= 1, "top_p must be in (0, 1]; 1 is off"),
+            (0 <= self.min_p < 1, "min_p must be in [0, 1); 0 is off"),
+            (0 <= self.seed < 2**32, "seed must be in [0, 2**32)"),
+        )
+        for ok, text in checks:
+            if not ok:
+                raise ConfigError(f"{text}; got {self}")
+        if self.temperature == 0 and (self.top_k, self.top_p, self.min_p) != (0, 1.0, 0.0):
+            raise ConfigError(
+                f"temperature=0 is greedy and ignores top_k, top_p and min_p, yet they are set: {self}; "
+                "set a temperature above 0, or leave the filters off"
+            )
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """One way of decoding.
+
+    `mode`: `ar` (the target alone), `sync` (draft, then verify), `async` (draft the successors of every
+    outcome while the target verifies). `block_size` G. `outcomes`: how many outcomes of a block get a
+    successor, `all` or the M likeliest. `miss`: verify the kept tail, or draft again, when the bonus token
+    was not foreseen. `ban_rejected`: a successor never starts with the token just rejected.
+    `step_by_step`: wait after every program; the same tokens and round trace, for tests and timing.
+    """
+
+    mode: Literal["ar", "sync", "async"] = "async"
+    block_size: int = 16
+    outcomes: Literal["all"] | int = "all"
+    miss: Literal["keep", "redraft"] = "redraft"
+    ban_rejected: bool = True
+    draft_sampling: Literal["argmax", "gumbel"] = "argmax"
+    step_by_step: bool = False
+    lookahead: int = 2
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+
+    def __post_init__(self) -> None:
+        if self.mode != "ar" and self.block_size < 2:
+            raise ConfigError(f"block_size={self.block_size}: a block is one anchor and at least one draft")
+        if self.outcomes != "all" and not 1 <= self.outcomes <= self.block_size:
+            raise ConfigError(f"outcomes={self.outcomes} must be 'all' or 1..block_size={self.block_size}")
+        if self.lookahead < 1:
+            raise ConfigError(f"lookahead={self.lookahead}: at least one round must be in flight")
+
+
+@dataclass(frozen=True)
+class MeshConfig:
+    """Sizes of the mesh axes; `data=-1` takes what the other two leave."""
+
+    data: int = -1
+    fsdp: int = 1
+    tensor: int = 1
+
+
+@dataclass(frozen=True)
+class BlockConfig:
+    """How masked blocks are laid over a response in training (ALGORITHM.md 7).
+
+    `starts`: `partition` tiles the response from a random phase, `anchors` draws random starts.
+    `blocks_per_row`: masked blocks in one training row. `visible_none` and `visible_one` are the shares of
+    blocks with 0 and 1 visible leading tokens; the rest is geometric with `visible_decay`.
+    """
+
+    block_size: int = 16
+    blocks_per_row: int = 24
+    starts: Literal["partition", "anchors"] = "partition"
+    visible_none: float = 0.7
+    visible_one: float = 0.2
+    visible_decay: float = 0.9
+
+
+@dataclass(frozen=True)
+class LossConfig:
+    """Weights of the loss parts. `gamma` None takes ALGORITHM.md's value for the block size.
+
+    `chunk`: tokens whose logits exist at one time.
+    """
+
+    ar_weight: float = 1.0
+    gamma: float | None = None
+    chunk: int = 1024
+    prompt_weight: float = 0.0
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW, or Muon for matrices with AdamW for the rest; cosine decay after a linear warm-up."""
+
+    name: Literal["adamw", "muon"] = "adamw"
+    learning_rate: float = 2e-5
+    matrix_learning_rate: float = 0.02
+    b1: float = 0.9
+    b2: float = 0.95
+    weight_decay: float = 0.0
+    warmup_fraction: float = 0.04
+    final_fraction: float = 0.1
+    clip_norm: float = 1.0
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """One training run.
+
+    `objective`: `ar` is the plain next-token loss (how the embedded target is made), `d3d` the drafter's.
+    `init`: a HF folder to start from, or None with `model` for fresh weights. `init_layers` picks layers of it.
+    `dtype`: computation; master weights are float32.
+    """
+
+    objective: Literal["ar", "d3d"]
+    train_data: str
+    output_dir: str
+    steps: int
+    batch_size: int
+    row_length: int = 512
+    validation_data: str | None = None
+    model: ModelConfig | None = None
+    init: str | None = None
+    init_layers: tuple[int, ...] | None = None
+    mask_token_id: int | None = None
+    block_attention: Literal["bidirectional", "causal"] = "bidirectional"
+    tokenizer: str | None = None
+    seed: int = 0
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    remat: bool = False
+    save_every: int = 200
+    keep_last: int = 2
+    validate_every: int = 200
+    log_every: int = 10
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    blocks: BlockConfig = field(default_factory=BlockConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+
+
+def from_mapping(cls: type[T], values: Mapping[str, Any], *, where: str = "") -> T:
+    """Build the dataclass `cls` from plain `values`, refusing unknown keys and wrong types.
+
+    Raises:
+        ConfigError: with the dotted path of the key at fault.
+    """
+    hints = typing.get_type_hints(cls)
+    fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    prefix = f"{where}." if where else ""
+    for key in values:
+        if key not in fields:
+            raise ConfigError(f"unknown key {prefix + key!r} for {cls.__name__}{nearest(key, fields)}")
+    built = {k: _coerce(hints[k], v, prefix + k) for k, v in values.items()}
+    missing = [
+        name
+        for name, f in fields.items()
+        if name not in built and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+    ]
+    if missing:
+        raise ConfigError(f"{cls.__name__}: missing {', '.join(prefix + m for m in missing)}; they have no default")
+    return cls(**built)
+
+
+def load(cls: type[T], path: str | Path, overrides: Sequence[str] = ()) -> T:
+    """Read the YAML file at `path` into `cls`, then apply `a.b=c` overrides (values are YAML)."""
+    path = Path(path)
+    if not path.is_file():
+        raise ConfigError(f"config file {str(path)!r} does not exist; see configs/ for examples")
+    try:
+        values = yaml.safe_load(path.read_text()) or {}
+    except yaml.YAMLError as error:
+        raise ConfigError(f"config file {str(path)!r} is not valid YAML: {error}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"config file {str(path)!r} holds {type(values).__name__}; expected a mapping of keys")
+    for override in overrides:
+        _set(values, override)
+    return from_mapping(cls, values)
+
+
+def to_mapping(config: Any) -> dict[str, Any]:
+    """The plain nested mapping of a config dataclass (tuples become lists), for JSON and YAML."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {k: plain(v) for k, v in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [plain(v) for v in value]
+        return value
+
+    return plain(dataclasses.asdict(config))
+
+
+def _set(values: dict[str, Any], override: str) -> None:
+    path, equals, text = override.partition("=")
+    if not equals or not path:
+        raise ConfigError(f"override {override!r} is not of the form key=value, such as optimizer.name=muon")
+    *parents, leaf = path.split(".")
+    for parent in parents:
+        values = values.setdefault(parent, {})
+        if not isinstance(values, dict):
+            raise ConfigError(f"override {override!r}: {parent!r} holds a value, not a group of keys")
+    values[leaf] = yaml.safe_load(text)
+
+
+def _coerce(hint: Any, value: Any, where: str) -> Any:
+    """`value` as the type `hint`, or ConfigError. YAML's ints pass for floats, lists for tuples."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        for option in args:
+            try:
+                return _coerce(option, value, where)
+            except ConfigError as error:
+                if dataclasses.is_dataclass(option) and isinstance(value, Mapping):
+                    raise error
+    elif origin is Literal:
+        if value in args:
+            return value
+    elif dataclasses.is_dataclass(hint):
+        if isinstance(value, Mapping):
+            return from_mapping(typing.cast(type, hint), value, where=where)
+    elif origin is tuple:
+        if isinstance(value, (list, tuple)):
+            return tuple(_coerce(args[0], v, f"{where}[{i}]") for i, v in enumerate(value))
+    elif hint is float:
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            return float(value)
+        if isinstance(value, str):  # YAML 1.1 reads 2e-5 as a string
+            try:
+                return float(value)
+            except ValueError:
+                pass
+    elif hint is type(None):
+        if value is None:
+            return None
+    elif isinstance(value, hint) and not (hint is int and isinstance(value, bool)):
+        return value
+    expected = " or ".join(map(repr, args)) if origin is Literal else getattr(hint, "__name__", str(hint))
+    raise ConfigError(f"{where}={value!r}: expected {expected}")

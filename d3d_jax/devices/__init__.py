@@ -1,0 +1,1 @@
+"""Devices, meshes and where arrays live."""

@@ -1,0 +1,1 @@
+"""What is computed: the Qwen3 trunk, its cache, and the drafter."""

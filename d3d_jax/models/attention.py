@@ -1,0 +1,44 @@
+"""Where a layer's keys and values go, and what its queries see: the bridge to `d3d_kernels`.
+
+Each function makes an `Attend` for `models.layers.layer`.
+"""
+
+from __future__ import annotations
+
+import jax
+from d3d_kernels import Intervals, interval_attention, interval_decode
+
+from d3d_jax.models.cache import write
+from d3d_jax.models.layers import Attend
+
+
+def attend_within(intervals: Intervals, backend: str = "auto") -> Attend:
+    """Queries and keys of the same rows: training, and any pass without a cache."""
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, None]:
+        return interval_attention(q, k, v, intervals, backend=backend), None
+
+    return attend
+
+
+def attend_cached(
+    k_cache_BKSH: jax.Array,
+    v_cache_BKSH: jax.Array,
+    start_B: jax.Array,
+    num_clean: int,
+    intervals: Intervals,
+    backend: str = "auto",
+) -> Attend:
+    """The first `num_clean` rows are written to the cache at `start`; later rows (the masked ones) are
+    seen in this pass alone, as slots S, S+1, ... Keeps the new (k_cache, v_cache).
+    """
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        k_slots = write(k_cache_BKSH, k[:, :, :num_clean], start_B)
+        v_slots = write(v_cache_BKSH, v[:, :, :num_clean], start_B)
+        masked = {}
+        if num_clean < k.shape[2]:
+            masked = {"k_new_BKTH": k[:, :, num_clean:], "v_new_BKTH": v[:, :, num_clean:]}
+        return interval_decode(q, k_slots, v_slots, intervals, backend=backend, **masked), (k_slots, v_slots)
+
+    return attend

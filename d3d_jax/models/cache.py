@@ -1,0 +1,68 @@
+"""The key/value cache: a value that is passed in, donated, and returned.
+
+Per layer `[B, K, S, H]`, head-major as the kernels read it, and one length per row. Slots at and past a
+row's length hold leftovers that no query sees, so rolling back is setting the length.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from d3d_jax.config import ModelConfig
+from d3d_jax.errors import CapacityError
+
+
+class KVCache(NamedTuple):
+    """`k`, `v`: one array [B, K, S, H] per layer; `length`: valid slots of each row, int32 [B]."""
+
+    k: tuple[jax.Array, ...]
+    v: tuple[jax.Array, ...]
+    length: jax.Array
+
+    @property
+    def capacity(self) -> int:
+        """S, slots of each row."""
+        return self.k[0].shape[2]
+
+
+def empty_cache(config: ModelConfig, batch: int, capacity: int, dtype: jnp.dtype = jnp.float32) -> KVCache:
+    """A cache with no valid slot."""
+    shape = (batch, config.num_key_value_heads, capacity, config.head_dim)
+    layers = range(config.num_hidden_layers)
+    return KVCache(
+        tuple(jnp.zeros(shape, dtype) for _ in layers),
+        tuple(jnp.zeros(shape, dtype) for _ in layers),
+        jnp.zeros(batch, jnp.int32),
+    )
+
+
+def write(slots_BKSH: jax.Array, new_BKTH: jax.Array, start_B: jax.Array) -> jax.Array:
+    """`slots` with row b's new keys in `start[b]..`.
+
+    XLA clamps a start that would run over the end, and so would overwrite valid slots without a word:
+    callers prove the room on the host first (`check_capacity`).
+    """
+    for row in range(slots_BKSH.shape[0]):  # one in-place update a row; a batched start would be a scatter
+        slots_BKSH = jax.lax.dynamic_update_slice(
+            slots_BKSH, new_BKTH[row : row + 1].astype(slots_BKSH.dtype), (row, 0, start_B[row], 0)
+        )
+    return slots_BKSH
+
+
+def required_capacity(prompt: int, new_tokens: int, block_size: int, rounds_in_flight: int = 0) -> int:
+    """Slots that decoding may touch: each round writes a whole block wherever it starts, and rounds that
+    were launched before the end was known write past it.
+    """
+    return prompt + new_tokens + block_size * (1 + rounds_in_flight)
+
+
+def check_capacity(needed: int, capacity: int, *, what: str) -> None:
+    """Refuse, before launch, what would run over the end of the cache."""
+    if needed > capacity:
+        raise CapacityError(
+            f"{what} needs {needed} cache slots but there are {capacity}; "
+            "shorten the prompt, lower max_new_tokens, or make the cache larger (max_len)"
+        )

@@ -1,0 +1,1 @@
+"""Sharded training of targets and drafters."""

@@ -1,0 +1,156 @@
+"""The two losses: plain next-token, and the drafter's of ALGORITHM.md 7.
+
+Every mean is one global sum over one global count: under `jit` on a mesh a sum over the batch already spans
+all devices. Logits exist for `chunk` tokens of each row at a time and are computed again in the backward
+pass, so no [tokens, vocabulary] array in float32 is ever made.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from d3d_kernels import causal_intervals, training_intervals
+
+from d3d_jax.config import LossConfig, ModelConfig
+from d3d_jax.errors import ConfigError
+from d3d_jax.models.layers import linear
+from d3d_jax.models.qwen3 import Params, forward, head
+
+Batch = dict[str, jax.Array]
+
+GAMMA = {8: 4.0, 10: 5.0, 16: 7.0}  # decay of the position weights that go with a block size
+
+
+def position_decay(block_size: int, config: LossConfig) -> float:
+    """gamma of the weights `exp(-o / gamma)`."""
+    if config.gamma is not None:
+        return config.gamma
+    if block_size not in GAMMA:
+        raise ConfigError(f"loss.gamma has no default for block_size={block_size} (known: {sorted(GAMMA)}); set it")
+    return GAMMA[block_size]
+
+
+def weighted_cross_entropy(
+    hidden_BTD: jax.Array, labels_BT: jax.Array, weights_BT: jax.Array, head_VD: jax.Array, chunk: int
+) -> tuple[jax.Array, jax.Array]:
+    """Sum of weight * cross-entropy in nats, float32, and whether each label is the likeliest, bool [B, T]."""
+    batch, tokens, width = hidden_BTD.shape
+    chunk = min(chunk, tokens)
+    pad = -tokens % chunk
+
+    def chunks(x: jax.Array) -> jax.Array:
+        x = jnp.pad(x, [(0, 0), (0, pad), *[(0, 0)] * (x.ndim - 2)])
+        return x.reshape(batch, -1, chunk, *x.shape[2:]).swapaxes(0, 1)
+
+    @jax.checkpoint
+    def body(total: jax.Array, part: tuple) -> tuple[jax.Array, jax.Array]:
+        hidden, labels, weights = part
+        logits = linear(hidden, head_VD).astype(jnp.float32)
+        at_label = jnp.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
+        loss = jax.nn.logsumexp(logits, axis=-1) - at_label
+        return total + jnp.sum(weights * loss), at_label >= logits.max(axis=-1)
+
+    parts = (chunks(hidden_BTD), chunks(labels_BT), chunks(weights_BT))
+    total, correct = jax.lax.scan(body, jnp.zeros((), jnp.float32), parts)
+    return total, correct.swapaxes(0, 1).reshape(batch, -1)[:, :tokens]
+
+
+def next_token_targets(batch: Batch, prompt_weight: float) -> tuple[jax.Array, jax.Array]:
+    """Label and weight of every clean row i: the token i+1 of the same document, both [B, T]."""
+    tokens, document = batch["tokens"], batch["document"]
+    labels = jnp.roll(tokens, -1, axis=1)
+    same = (document >= 0) & (jnp.roll(document, -1, axis=1) == document)
+    same = same.at[:, -1].set(False)
+    predicts_response = jnp.roll(batch["response"], -1, axis=1)
+    return labels, jnp.where(same, jnp.where(predicts_response, 1.0, prompt_weight), 0.0)
+
+
+def ar_loss(
+    params: Params, batch: Batch, config: ModelConfig, loss: LossConfig, dtype: Any, remat: bool
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Next-token loss; prompt tokens count `loss.prompt_weight`. The metrics are sums and counts."""
+    labels, weights = next_token_targets(batch, loss.prompt_weight)
+    intervals = causal_intervals(batch["start"])
+    hidden = forward(
+        params, batch["tokens"], config, positions_BT=batch["position"], intervals=intervals, dtype=dtype, remat=remat
+    )
+    total, correct = weighted_cross_entropy(hidden, labels, weights, head(params), loss.chunk)
+    count = weights.sum()
+    response = weights >= 1.0
+    metrics = {"ar_correct": (correct & response).sum(), "ar_count": response.sum()}
+    return total / jnp.maximum(count, 1.0), {"loss_sum": total, "loss_count": count, **metrics}
+
+
+def d3d_inputs(batch: Batch, block_size: int, mask_token_id: int) -> dict[str, jax.Array]:
+    """Tokens, positions, labels and weights of the C masked blocks of each row, all [B, C, G].
+
+    Offset o of a block stands for clean slot `start + o`: it shows that slot's token while `o < visible`
+    and the mask from there on, and its label is that same token: no shift.
+    """
+    start, visible, length = batch["block_start"], batch["block_visible"], batch["block_length"]
+    offset = jnp.arange(block_size)
+    slot = jnp.minimum(jnp.maximum(start, 0)[..., None] + offset, batch["tokens"].shape[1] - 1)
+    rows = jnp.arange(slot.shape[0])[:, None, None]
+    labels = batch["tokens"][rows, slot]
+    first = jnp.take_along_axis(batch["position"], jnp.maximum(start, 0), axis=1)
+    supervised = (start >= 0)[..., None] & (offset >= visible[..., None]) & (offset < length[..., None])
+    return {
+        "tokens": jnp.where(offset < visible[..., None], labels, mask_token_id),
+        "positions": first[..., None] + offset,
+        "labels": labels,
+        "supervised": supervised,
+        "distance": jnp.maximum(offset - visible[..., None], 0),
+    }
+
+
+def d3d_loss(
+    params: Params,
+    batch: Batch,
+    config: ModelConfig,
+    loss: LossConfig,
+    *,
+    block_size: int,
+    mask_token_id: int,
+    block_attention: str,
+    dtype: Any,
+    remat: bool,
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Block loss + ar_weight * next-token loss on the response, in one pass over clean copy and blocks."""
+    blocks = d3d_inputs(batch, block_size, mask_token_id)
+    rows, clean = batch["tokens"].shape
+
+    def joined(first: jax.Array, name: str) -> jax.Array:
+        return jnp.concatenate([first, blocks[name].reshape(rows, -1)], axis=1)
+
+    intervals = training_intervals(batch["start"], batch["block_start"], block_size, block_attention)
+    hidden = forward(
+        params,
+        joined(batch["tokens"], "tokens"),
+        config,
+        positions_BT=joined(batch["position"], "positions"),
+        intervals=intervals,
+        dtype=dtype,
+        remat=remat,
+    )
+    decay = jnp.exp(-blocks["distance"] / position_decay(block_size, loss))
+    block_weights = jnp.where(blocks["supervised"], decay, 0.0)
+    block_count = block_weights.sum()
+    ar_labels, ar_weights = next_token_targets(batch, 0.0)
+    ar_count = ar_weights.sum()
+    # Both means in one sweep over the vocabulary: divide the weights first.
+    block_scale, ar_scale = 1 / jnp.maximum(block_count, 1.0), loss.ar_weight / jnp.maximum(ar_count, 1.0)
+    weights = jnp.concatenate([ar_weights * ar_scale, (block_weights * block_scale).reshape(rows, -1)], axis=1)
+    labels = joined(ar_labels, "labels")
+    total, correct = weighted_cross_entropy(hidden, labels, weights, head(params), loss.chunk)
+    block_correct = correct[:, clean:].reshape(blocks["labels"].shape)
+    fresh = blocks["supervised"] & (batch["block_visible"] == 0)[..., None]
+    return total, {
+        "loss_sum": total,
+        "loss_count": jnp.ones(()),
+        "ar_correct": (correct[:, :clean] & (ar_weights > 0)).sum(),
+        "ar_count": ar_count,
+        "position_correct": (block_correct & fresh).sum(axis=(0, 1)),
+        "position_count": fresh.sum(axis=(0, 1)),
+    }
