@@ -1,0 +1,1 @@
+"""Parameters on disk, both directions: Hugging Face folders and orbax checkpoints."""
