@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from d3d_jax.checkpoints.hf_config import read_model_config
-from d3d_jax.checkpoints.ledger import Ledger, LmHead, leaves, make_ledger, slots
+from d3d_jax.checkpoints.ledger import Ledger, LmHead, leaves, make_ledger, nest, slots
 from d3d_jax.checkpoints.names import Slot
 from d3d_jax.checkpoints.safetensors_io import TensorFolder
 from d3d_jax.config import ModelConfig
@@ -131,17 +131,27 @@ def load(
         ConfigError: for a config.json that cannot be used.
     """
     source = Source(folder, config, lm_head=lm_head, pad_vocab_to=pad_vocab_to)
-    plan = [(path, param, as_dtype(dtype) or source.leaf_dtype(path, param)) for path, param in leaves(source.config)]
-    params: dict[str, Any] = {}
-    for path, param, kind in plan:
-        node = params
-        for key in path[:-1]:
-            node = node.setdefault(key, {})
+    params = fill(source, dtype=dtype, sharding_for=sharding_for, on_tensor=on_tensor)
+    return Loaded(params, source.config, source.ledger)
+
+
+def fill(
+    source: Source,
+    *,
+    dtype: Any,
+    sharding_for: ShardingFor | None = None,
+    on_tensor: Callable[[str], None] = lambda name: None,
+) -> dict[str, Any]:
+    """The parameter tree of an opened folder; see :func:`load`."""
+    table = leaves(source.config)
+    kinds = {path: as_dtype(dtype) or source.leaf_dtype(path, param) for path, param in table.items()}
+    placed: dict[tuple[str, ...], jax.Array] = {}
+    for path, param in table.items():
         sharding = sharding_for(path, param.shape, param.axes) if sharding_for else None
-        node[path[-1]] = _place(source, path, param, kind, sharding)
+        placed[path] = _place(source, path, param, kinds[path], sharding)
         for slot in slots(path, param):
             on_tensor(source.ledger.sources[slot])
-    return Loaded(params, source.config, source.ledger)
+    return nest(placed)
 
 
 def load_params(folder: str | Path, config: ModelConfig | None = None, *, dtype: Any, **options: Any) -> dict[str, Any]:
@@ -172,13 +182,13 @@ def _place(
     if sharding is None:
         everything = tuple(slice(None) for _ in param.shape)
         return jax.block_until_ready(jax.device_put(source.leaf(path, param, dtype, everything)))
-    parts: dict[tuple, list[tuple[jax.Device, tuple[slice, ...]]]] = {}
+    devices_of: dict[tuple[tuple[int, int], ...], list[Any]] = {}  # (start, stop) of each axis -> who holds that part
     for device, index in sharding.addressable_devices_indices_map(param.shape).items():
-        bounds = tuple(part.indices(size) for part, size in zip(index, param.shape, strict=True))
-        parts.setdefault(bounds, []).append((device, index))
+        bounds = tuple(part.indices(size)[:2] for part, size in zip(index or (), param.shape, strict=True))
+        devices_of.setdefault(bounds, []).append(device)
     arrays = []
-    for same in parts.values():
-        host = source.leaf(path, param, dtype, same[0][1])
+    for bounds, devices in devices_of.items():
+        host = source.leaf(path, param, dtype, tuple(slice(*bound) for bound in bounds))
         # Wait, so that the host buffer is free before the next one is filled.
-        arrays += jax.block_until_ready([jax.device_put(host, device) for device, _ in same])
+        arrays += jax.block_until_ready([jax.device_put(host, device) for device in devices])
     return jax.make_array_from_single_device_arrays(param.shape, sharding, arrays)

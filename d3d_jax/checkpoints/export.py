@@ -13,8 +13,8 @@ import numpy as np
 
 from d3d_jax.checkpoints.atomic_folder import atomic_folder
 from d3d_jax.checkpoints.convert import Source, as_dtype
-from d3d_jax.checkpoints.hf_config import write_config
-from d3d_jax.checkpoints.ledger import leaves, slots
+from d3d_jax.checkpoints.hf_config import read_drafter_config, write_config
+from d3d_jax.checkpoints.ledger import check_tree, flatten, leaves, slots
 from d3d_jax.checkpoints.names import Slot, name_of
 from d3d_jax.checkpoints.safetensors_io import MAX_SHARD_BYTES, OutgoingTensor, cast_into, write_tensors
 from d3d_jax.checkpoints.special_tokens import read_eos_ids, read_json
@@ -93,7 +93,11 @@ def write_side_files(
     eos_ids: Sequence[int] | None = None,
     extras: Mapping[str, Any] | None = None,
 ) -> None:
-    """Everything of a model folder but the tensors: config.json, generation_config.json, tokenizer files."""
+    """Everything of a model folder but the tensors: config.json, generation_config.json, tokenizer files.
+
+    Raises:
+        ConfigError: as :func:`save_params`.
+    """
     generation: dict[str, Any] = {}
     if tokenizer_folder is not None:
         eos_ids = read_eos_ids(tokenizer_folder) if eos_ids is None else eos_ids
@@ -107,6 +111,8 @@ def write_side_files(
     if generation:
         text = json.dumps(generation, indent=2, sort_keys=True) + "\n"
         (folder / "generation_config.json").write_text(text, encoding="utf-8")
+    if drafter is not None:
+        read_drafter_config(folder)  # the tokenizer, too, has a say in what the mask must not be
 
 
 def outgoing(params: Mapping[str, Any], config: ModelConfig, dtype: np.dtype | None) -> list[OutgoingTensor]:
@@ -115,24 +121,17 @@ def outgoing(params: Mapping[str, Any], config: ModelConfig, dtype: np.dtype | N
     Raises:
         CheckpointError: with every leaf that is missing, left over or of another shape.
     """
-    found = {tuple(entry.key for entry in path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]}
-    table = dict(leaves(config))
-    faults = [f"{'.'.join(path)} is missing" for path in table if path not in found]
-    faults += [f"{'.'.join(path)} is left over" for path in found if path not in table]
-    faults += [
-        f"{'.'.join(path)} is {list(found[path].shape)}, expected {list(param.shape)}"
-        for path, param in table.items()
-        if path in found and found[path].shape != param.shape
-    ]
-    faults += [
-        f"{'.'.join(path)} lies partly on other hosts; export it from the training checkpoint"
-        for path, leaf in found.items()
-        if isinstance(leaf, jax.Array) and not (leaf.is_fully_addressable or leaf.is_fully_replicated)
-    ]
-    if faults:
-        raise CheckpointError("the parameters are not those of this model config: " + "; ".join(faults))
+    found = flatten(params)
+    check_tree({path: leaf.shape for path, leaf in found.items()}, config, "the parameter tree")
+    for path, leaf in found.items():
+        if isinstance(leaf, jax.Array) and not (leaf.is_fully_addressable or leaf.is_fully_replicated):
+            raise CheckpointError(
+                f"{'.'.join(path)} lies partly on other hosts; save a training checkpoint and export that"
+            )
     return [
-        _outgoing(found[path], slot, param.shape, dtype) for path, param in table.items() for slot in slots(path, param)
+        _outgoing(found[path], slot, param.shape, dtype)
+        for path, param in leaves(config).items()
+        for slot in slots(path, param)
     ]
 
 
@@ -140,7 +139,7 @@ def outgoing_from(source: Source, dtype: np.dtype | None) -> list[OutgoingTensor
     """The tensors of another folder on their way through, without a tree in between."""
     return [
         _passed_on(source, slot, param.shape, dtype)
-        for path, param in leaves(source.config)
+        for path, param in leaves(source.config).items()
         for slot in slots(path, param)
     ]
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Literal
+from typing import Any, Literal
 
 from d3d_jax.checkpoints.names import EMBED_TOKENS, LM_HEAD, Slot, check_prefix, name_of, slot_of
 from d3d_jax.checkpoints.safetensors_io import StoredTensor
@@ -43,17 +43,9 @@ class Ledger:
         return line
 
 
-def leaves(config: ModelConfig) -> Iterator[tuple[tuple[str, ...], Param]]:
-    """Path and record of every leaf of the parameter tree."""
-
-    def walk(table: Mapping, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Param]]:
-        for key, value in table.items():
-            if isinstance(value, Param):
-                yield (*path, key), value
-            else:
-                yield from walk(value, (*path, key))
-
-    return walk(parameter_table(config), ())
+def leaves(config: ModelConfig) -> dict[tuple[str, ...], Param]:
+    """The record of every leaf of the parameter tree, by path."""
+    return flatten(parameter_table(config))
 
 
 def slots(path: tuple[str, ...], param: Param) -> list[Slot]:
@@ -61,6 +53,43 @@ def slots(path: tuple[str, ...], param: Param) -> list[Slot]:
     if param.axes[0] != "layers":
         return [Slot(path)]
     return [Slot(path, layer) for layer in range(param.shape[0])]
+
+
+def flatten(tree: Mapping[str, Any], path: tuple[str, ...] = ()) -> dict[tuple[str, ...], Any]:
+    """The leaves of nested mappings by path."""
+    flat: dict[tuple[str, ...], Any] = {}
+    for key, value in tree.items():
+        flat.update(flatten(value, (*path, key)) if isinstance(value, Mapping) else {(*path, key): value})
+    return flat
+
+
+def nest(flat: Mapping[tuple[str, ...], Any]) -> dict[str, Any]:
+    """The inverse of :func:`flatten`."""
+    tree: dict[str, Any] = {}
+    for path, leaf in flat.items():
+        node = tree
+        for key in path[:-1]:
+            node = node.setdefault(key, {})
+        node[path[-1]] = leaf
+    return tree
+
+
+def check_tree(shapes: Mapping[tuple[str, ...], tuple[int, ...]], config: ModelConfig, source: str) -> None:
+    """Refuse a stacked tree, given by its leaves' shapes, that is not the one of `config`.
+
+    Raises:
+        CheckpointError: with every leaf that is missing, left over or of another shape.
+    """
+    table = leaves(config)
+    faults = [f"{'.'.join(path)} is missing" for path in table if path not in shapes]
+    faults += [f"{'.'.join(path)} is left over" for path in shapes if path not in table]
+    faults += [
+        f"{'.'.join(path)} is {list(shapes[path])}, expected {list(param.shape)}"
+        for path, param in table.items()
+        if path in shapes and tuple(shapes[path]) != param.shape
+    ]
+    if faults:
+        raise CheckpointError(f"{source} does not fit the model config: " + "; ".join(faults))
 
 
 def make_ledger(
@@ -97,7 +126,7 @@ def make_ledger(
     config, dropped = _settle_lm_head(by_slot, config, source, lm_head, equal)
     wanted = {
         slot: param.shape if slot.layer is None else param.shape[1:]
-        for path, param in leaves(config)
+        for path, param in leaves(config).items()
         for slot in slots(path, param)
     }
     missing = [slot for slot in wanted if not by_slot.get(slot)]

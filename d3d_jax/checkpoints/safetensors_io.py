@@ -7,6 +7,7 @@ The format: 8 bytes little-endian header length, a JSON header, the data.
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -14,7 +15,7 @@ import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -289,8 +290,8 @@ def _read_header(path: Path) -> list[StoredTensor]:
     return tensors
 
 
-def _fill(file: BinaryIO, out: np.ndarray, tensor: StoredTensor) -> None:
-    target = memoryview(out.reshape(-1).view(np.uint8))
+def _fill(file: io.BufferedReader, out: np.ndarray, tensor: StoredTensor) -> None:
+    target = out.reshape(-1).view(np.uint8).data
     while len(target):
         got = file.readinto(target)
         if not got:

@@ -34,8 +34,9 @@ def read_eos_ids(folder: str | Path) -> tuple[int, ...]:
     """The ids that end a sequence; generation stops at any of them.
 
     `eos_token_id` of ``generation_config.json`` wins, because Qwen3 lists both of its ids only there; then
-    that of ``config.json``. Either may be one id or a list. Empty when neither file names one. A warning is
-    logged when the tokenizer ends its turns with a token that is not among them, as base models do.
+    that of ``config.json``; then the tokenizer's `eos_token`. The first two may be one id or a list. Empty when
+    none of them names one. A warning is logged when the tokenizer ends its turns with a token that is not
+    among the ids, as base models do.
 
     Raises:
         ConfigError: when `eos_token_id` is neither an id nor a list of ids.
@@ -47,7 +48,11 @@ def read_eos_ids(folder: str | Path) -> tuple[int, ...]:
         if ids:
             break
     spoken = _tokenizer_id(folder, "eos_token")
-    if ids and spoken is not None and spoken not in ids:
+    if spoken is None:
+        return ids
+    if not ids:
+        return (spoken,)
+    if spoken not in ids:
         _log.warning(
             "%s: the tokenizer's eos_token is id %d, which is not among the end ids %s; generation will not stop at it",
             folder, spoken, list(ids),

@@ -40,7 +40,7 @@ def test_tensors_are_stacked_as_they_are(model_folder, tensors_of):
                               num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=3,
                               tie_word_embeddings=False))  # fmt: skip
     assert {path: leaf.shape for path, leaf in flat(loaded.params).items()} == {
-        ".".join(path): param.shape for path, param in leaves(loaded.config)
+        ".".join(path): param.shape for path, param in leaves(loaded.config).items()
     }
     for i in range(3):
         stored = tensors[f"model.layers.{i}.mlp.down_proj.weight"]

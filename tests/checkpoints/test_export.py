@@ -72,6 +72,16 @@ def test_a_drafter_that_cannot_be_right_leaves_no_folder_behind(model_folder, tm
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
+def test_a_mask_that_the_tokenizer_pads_with_is_not_written(model_folder, tmp_path: Path):
+    source = model_folder()
+    settings = {"pad_token": "<pad>", "added_tokens_decoder": {"60": {"content": "<pad>"}}}
+    (source / "tokenizer_config.json").write_text(json.dumps(settings))
+    params, config, _ = load(source, dtype="keep")
+    with pytest.raises(ConfigError, match="mask_token_id=60 is also a padding id"):
+        save_params(tmp_path / "out", params, config, drafter=DrafterConfig(8, 60), tokenizer_folder=source)
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_pruned_drafter_keeps_its_fields_its_tokenizer_and_its_ends(model_folder, tmp_path: Path):
     source = model_folder()
     (source / "generation_config.json").write_text('{"eos_token_id": [2, 3], "top_k": 20}')

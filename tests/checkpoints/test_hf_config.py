@@ -305,3 +305,10 @@ def test_a_tokenizer_that_ends_otherwise_is_warned_about(config_folder, caplog: 
     with caplog.at_level(logging.WARNING):
         assert read_eos_ids(folder) == (2,)
     assert "id 9" in caplog.text and "[2]" in caplog.text
+
+
+def test_a_folder_that_names_no_end_ends_where_its_tokenizer_does(config_folder):
+    folder = config_folder(eos_token_id=None)
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')
+    (folder / "tokenizer.json").write_text('{"added_tokens": [{"id": 9, "content": "<|im_end|>"}]}')
+    assert read_eos_ids(folder) == (9,)

@@ -20,11 +20,11 @@ LARGE = {
     "head_dim": 64,
 }
 MEASURE = """
-import json, math, sys
+import json, sys
 import jax, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from d3d_jax.checkpoints.convert import load
-from d3d_jax.checkpoints.ledger import leaves
+from d3d_jax.checkpoints.ledger import flatten
 
 def status(field):
     for line in open("/proc/self/status"):
@@ -42,9 +42,7 @@ open("/proc/self/clear_refs", "w").write("5")
 before = status("VmRSS")
 loaded = load(folder, **options)
 peak = status("VmHWM") - before
-sums = {".".join(p): float(np.asarray(x, np.float64).sum()) for p, x in
-        (((*path,), loaded.params[path[0]] if len(path) == 1 else loaded.params["layers"][path[1]])
-         for path, _ in leaves(loaded.config))}
+sums = {".".join(path): float(np.asarray(leaf, np.float64).sum()) for path, leaf in flatten(loaded.params).items()}
 result = sum(leaf.nbytes for leaf in jax.tree.leaves(loaded.params))
 largest = max(leaf.nbytes for leaf in jax.tree.leaves(loaded.params))
 print(json.dumps({"peak": peak, "result": result, "largest": largest, "devices": jax.device_count(), "sums": sums}))
@@ -61,7 +59,9 @@ def measure(folders: list[Path], dtype: str, how: str) -> dict:
     paths = os.pathsep.join(sys.path)
     done = subprocess.run(
         [sys.executable, "-c", MEASURE, *map(str, folders), dtype, how],
-        env={**os.environ, **flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": paths},
+        # glibc may keep freed buffers of up to 32 MB, more than the leaves here; with a fixed threshold it gives
+        # them back at once, as it does those of a real model.
+        env={**os.environ, **flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": paths, "MALLOC_MMAP_THRESHOLD_": "131072"},
         capture_output=True,
         text=True,
         check=False,
@@ -72,7 +72,7 @@ def measure(folders: list[Path], dtype: str, how: str) -> dict:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the high-water mark is Linux's")
-def test_a_load_holds_the_result_and_at_most_two_of_the_largest_leaf(folders: list[Path]):
+def test_a_load_holds_the_result_and_one_leaf_on_its_way(folders: list[Path]):
     stored = (folders[1] / "model.safetensors").stat().st_size
     assert stored > 120e6
     plain = measure(folders, "keep", "plain")
@@ -83,5 +83,5 @@ def test_a_load_holds_the_result_and_at_most_two_of_the_largest_leaf(folders: li
         print(
             f"{name}: peak {run['peak'] / 1e6:.0f} MB, result {run['result'] / 1e6:.0f} MB, {over:.2f} x largest over"
         )
-        assert run["peak"] < run["result"] + 2 * run["largest"], name
+        assert run["peak"] < run["result"] + 1.5 * run["largest"], name
     assert sharded["devices"] == 4 and sharded["sums"] == plain["sums"]

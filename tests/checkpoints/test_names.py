@@ -11,7 +11,7 @@ CONFIG = ModelConfig(64, 32, 48, 12, 4, 2, 16, rope=RopeConfig(1e6))
 
 
 def all_slots() -> list[Slot]:
-    return [slot for path, param in leaves(CONFIG) for slot in slots(path, param)]
+    return [slot for path, param in leaves(CONFIG).items() for slot in slots(path, param)]
 
 
 def test_every_parameter_has_one_name_and_every_name_leads_back():
