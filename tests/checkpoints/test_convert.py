@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from d3d_jax.checkpoints.convert import load, load_params
+from d3d_jax.checkpoints.convert import Source, load, load_params
 from d3d_jax.checkpoints.hf_config import read_model_config
 from d3d_jax.checkpoints.ledger import leaves
 from d3d_jax.errors import CheckpointError, ConfigError
@@ -219,3 +219,13 @@ def test_a_sharded_load_is_the_plain_load(model_folder):
     assert_same(sharded, load_params(folder, dtype="keep"))
     assert all(isinstance(leaf.sharding, NamedSharding) for leaf in jax.tree.leaves(sharded))
     assert len(seen) == len(set(seen)) == 36
+
+
+@pytest.mark.parametrize("rows", [slice(48, 66), slice(66, 72)])
+def test_a_part_that_reaches_into_or_lies_in_the_padding_is_zero_there(model_folder, rows: slice):
+    folder = model_folder()
+    source = Source(folder, pad_vocab_to=72)
+    path = ("embed_tokens",)
+    part = source.leaf(path, leaves(source.config)[path], np.dtype(np.float32), (rows, slice(8, 16)))
+    whole = np.asarray(load_params(folder, dtype="keep", pad_vocab_to=72)["embed_tokens"])
+    assert np.array_equal(part, whole[rows, 8:16])
