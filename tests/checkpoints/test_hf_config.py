@@ -2,13 +2,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import logging
 from pathlib import Path
 
 import pytest
 
 from d3d_jax.checkpoints.hf_config import carried_keys, read_drafter_config, read_model_config, write_config
-from d3d_jax.checkpoints.special_tokens import check_mask_id, read_eos_ids, read_pad_ids
+from d3d_jax.checkpoints.special_tokens import read_eos_ids, read_pad_ids
 from d3d_jax.config import DrafterConfig, RopeConfig
 from d3d_jax.errors import CheckpointError, ConfigError
 from d3d_jax.models.qwen3 import parameter_count
@@ -238,12 +237,6 @@ def test_the_mask_is_not_the_padding_of_the_generation_config_or_the_tokenizer(c
         read_drafter_config(folder)
 
 
-def test_the_published_mask_id_is_accepted_without_resizing():
-    check_mask_id(151669, 151936, (151645, 151643), (151643,))
-    with pytest.raises(ConfigError, match="padding"):
-        check_mask_id(151643, 151936, (151645,), (151643,))
-
-
 def test_a_drafter_reads_back_with_its_mask_and_its_kept_layers(config_folder, tmp_path: Path):
     model = read_model_config(config_folder(num_hidden_layers=31))
     kept = tuple(i for i in range(36) if i not in (3, 8, 13, 18, 23))
@@ -268,47 +261,3 @@ def test_extras_are_carried_and_never_override(config_folder, tmp_path: Path):
     model = read_model_config(config_folder())
     with pytest.raises(ConfigError, match="vocab_size"):
         write_config(tmp_path, model, "float32", extras={"vocab_size": 3})
-
-
-# ---- ends of sequence (L18)
-
-
-@pytest.mark.parametrize(
-    ("config", "generation", "expected"),
-    [
-        (2, None, (2,)),
-        ([2, 3], None, (2, 3)),
-        (2, 5, (5,)),
-        (2, [5, 2, 5], (5, 2)),
-        (2, ..., (2,)),
-        (None, [5], (5,)),
-        (None, None, ()),
-    ],
-)
-def test_the_generation_config_decides_the_ends_and_lists_count_whole(config_folder, config, generation, expected):
-    folder = config_folder(eos_token_id=config)
-    if generation is not None:
-        values = {} if generation is ... else {"eos_token_id": generation}
-        (folder / "generation_config.json").write_text(json.dumps(values))
-    assert read_eos_ids(folder) == expected
-
-
-def test_an_end_that_is_no_id_is_refused(config_folder):
-    with pytest.raises(ConfigError, match="eos_token_id='</s>'"):
-        read_eos_ids(config_folder(eos_token_id="</s>"))
-
-
-def test_a_tokenizer_that_ends_otherwise_is_warned_about(config_folder, caplog: pytest.LogCaptureFixture):
-    folder = config_folder()
-    (folder / "tokenizer_config.json").write_text('{"eos_token": {"content": "<|im_end|>"}}')
-    (folder / "tokenizer.json").write_text('{"added_tokens": [{"id": 9, "content": "<|im_end|>"}]}')
-    with caplog.at_level(logging.WARNING):
-        assert read_eos_ids(folder) == (2,)
-    assert "id 9" in caplog.text and "[2]" in caplog.text
-
-
-def test_a_folder_that_names_no_end_ends_where_its_tokenizer_does(config_folder):
-    folder = config_folder(eos_token_id=None)
-    (folder / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')
-    (folder / "tokenizer.json").write_text('{"added_tokens": [{"id": 9, "content": "<|im_end|>"}]}')
-    assert read_eos_ids(folder) == (9,)
