@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 
 from d3d_jax.config import ModelConfig
-from d3d_jax.errors import CapacityError
 
 
 class KVCache(NamedTuple):
@@ -43,7 +42,7 @@ def write(slots_BKSH: jax.Array, new_BKTH: jax.Array, start_B: jax.Array) -> jax
     """`slots` with row b's new keys in `start[b]..`.
 
     XLA clamps a start that would run over the end, and so would overwrite valid slots without a word:
-    callers prove the room on the host first (`check_capacity`).
+    callers prove the room on the host first (`slots_past_end`).
     """
     for row in range(slots_BKSH.shape[0]):  # one in-place update a row; a batched start would be a scatter
         slots_BKSH = jax.lax.dynamic_update_slice(
@@ -52,17 +51,10 @@ def write(slots_BKSH: jax.Array, new_BKTH: jax.Array, start_B: jax.Array) -> jax
     return slots_BKSH
 
 
-def required_capacity(prompt: int, new_tokens: int, block_size: int, rounds_in_flight: int = 0) -> int:
-    """Slots that decoding may touch: each round writes a whole block wherever it starts, and rounds that
-    were launched before the end was known write past it.
+def slots_past_end(block_size: int) -> int:
+    """Slots that decoding may touch after prompt and new tokens.
+
+    The last round may start just before the end and accept a whole block; a round launched before its outcome
+    was known then writes one more block where it stopped.
     """
-    return prompt + new_tokens + block_size * (1 + rounds_in_flight)
-
-
-def check_capacity(needed: int, capacity: int, *, what: str) -> None:
-    """Refuse, before launch, what would run over the end of the cache."""
-    if needed > capacity:
-        raise CapacityError(
-            f"{what} needs {needed} cache slots but there are {capacity}; "
-            "shorten the prompt, lower max_new_tokens, or make the cache larger (max_len)"
-        )
+    return 2 * block_size

@@ -1,0 +1,1 @@
+"""Autoregressive, synchronous and asynchronous decoding."""

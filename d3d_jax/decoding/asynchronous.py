@@ -1,0 +1,116 @@
+"""The asynchronous loop: the drafter drafts every outcome's successor while the target verifies (ALGORITHM.md 4).
+
+The host only launches. In round t both devices start from the successors and the outcome of round t-1; what
+crosses between them is the successors (or the chosen block) one way and the outcome the other way.
+
+Programs of a round, by miss policy:
+
+    keep       target: verify(select(S, outcome))      drafter: packed(select(S, outcome))
+    redraft    drafter: choose -> block                target: verify(block)      drafter: packed(block)
+"""
+
+from __future__ import annotations
+
+import time
+
+import jax
+
+from d3d_jax.decoding.observer import Observer
+from d3d_jax.decoding.placement import Placed, PromptBatch
+from d3d_jax.decoding.programs import (
+    Drafting,
+    advance,
+    packed_draft,
+    prefill_drafter,
+    prefill_target,
+    redraft_missed,
+    select,
+    selected_confidence,
+)
+from d3d_jax.decoding.rounds import collect, drive, verify_recorded
+from d3d_jax.decoding.sampling import Sampling
+from d3d_jax.decoding.state import Decoded, DraftState, Outcome, Successors
+from d3d_jax.models.qwen3 import Params
+
+
+def packed_after(
+    params: Params,
+    block_BG: jax.Array,
+    confidence_BG: jax.Array,
+    outcome: Outcome,
+    state: DraftState,
+    sampling: Sampling | None,
+    how: Drafting,
+) -> tuple[DraftState, Successors]:
+    """The packed pass over the block that follows `outcome`."""
+    return packed_draft(params, block_BG, confidence_BG, advance(state.cache, outcome), sampling, how)
+
+
+class Asynchronous:
+    """Mode `async`, on two devices or one."""
+
+    def __init__(self, placed: Placed):
+        drafter, how = placed.drafting()
+        self._target, self._drafter, self._decode = placed.target, drafter, placed.decode
+        config = placed.target.config
+
+        def select_verify(params, successors, outcome, *rest):
+            return verify_recorded(params, *select(successors, outcome), outcome, *rest, config)
+
+        def select_packed(params, successors, outcome, state, sampling):
+            block, _ = select(successors, outcome)
+            return packed_after(params, block, selected_confidence(state, outcome), outcome, state, sampling, how)
+
+        self._prefill_target = jax.jit(lambda *args: prefill_target(*args, config), donate_argnums=2)
+        self._prefill_drafter = jax.jit(lambda *args: prefill_drafter(*args, how), donate_argnums=2)
+        # A donated argument's memory becomes the result's: the caches, which no other program reads.
+        self._select_verify = jax.jit(select_verify, donate_argnums=3)
+        self._select_packed = jax.jit(select_packed, donate_argnums=3)
+        self._choose = jax.jit(lambda *args: redraft_missed(*args, how))
+        self._verify = jax.jit(lambda *args: verify_recorded(*args, config), donate_argnums=4)
+        self._packed = jax.jit(lambda *args: packed_after(*args, how), donate_argnums=4)
+
+    def __call__(self, batch: PromptBatch, observer: Observer) -> Decoded:
+        begin = time.perf_counter()
+        target, drafter, count = self._target, self._drafter, batch.tokens.shape[0]
+        there = jax.device_put(PromptBatch(*batch), drafter.device)
+        cache, outcome = self._prefill_target(
+            target.params, batch[:2], target.cache(count), batch.sampling, batch.stop
+        )
+        state, successors = self._prefill_drafter(drafter.params, there[:2], drafter.cache(count), there.sampling)
+        jax.block_until_ready((outcome, successors))
+        ready = time.perf_counter()
+        first = jax.device_get(outcome.bonus)
+        known = jax.device_put(outcome, drafter.device)
+
+        def keep(number: int) -> jax.Array:
+            nonlocal cache, outcome, state, successors, known
+            offered = jax.device_put(successors, target.device)
+            cache, outcome, record = self._select_verify(
+                target.params, offered, outcome, cache, batch.sampling, batch.stop
+            )
+            observer.launched("verify", "target", number, record)
+            state, successors = self._select_packed(drafter.params, successors, known, state, there.sampling)
+            observer.launched("packed", "drafter", number, successors)
+            known = jax.device_put(outcome, drafter.device)
+            return record
+
+        def redraft(number: int) -> jax.Array:
+            nonlocal cache, outcome, state, successors, known
+            block, confidence, hit = self._choose(drafter.params, successors, known, state, there.sampling)
+            observer.launched("choose", "drafter", number, hit)
+            offered, foreseen = jax.device_put((block, hit), target.device)
+            cache, outcome, record = self._verify(
+                target.params, offered, foreseen, outcome, cache, batch.sampling, batch.stop
+            )
+            observer.launched("verify", "target", number, record)
+            state, successors = self._packed(drafter.params, block, confidence, known, state, there.sampling)
+            observer.launched("packed", "drafter", number, successors)
+            known = jax.device_put(outcome, drafter.device)
+            return record
+
+        observer.restart()
+        again = self._decode.miss == "redraft"
+        records = drive(redraft if again else keep, self._decode.lookahead)
+        rows, traces = collect(first, records, foreseen=True, redraft=again)
+        return Decoded(rows, traces, ready - begin, time.perf_counter() - ready)

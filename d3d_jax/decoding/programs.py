@@ -1,0 +1,250 @@
+"""The pieces of a round as pure functions of device values (ALGORITHM.md 3 and 4).
+
+A round starts with both caches holding exactly the positions before the block's anchor. The drafter's cache
+lags by one step of bookkeeping: its length is the start of the block in flight, and moves on when the outcome
+of that block is known (`advance`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from d3d_jax.config import DecodeConfig, DrafterConfig, ModelConfig
+from d3d_jax.decoding.sampling import Sampling, choose
+from d3d_jax.decoding.state import DraftState, Outcome, Stop, Successors
+from d3d_jax.models.cache import KVCache
+from d3d_jax.models.drafter import anchored_block, draft_pass, masked_blocks
+from d3d_jax.models.qwen3 import Params, append, logits
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """All that is fixed about the drafter: its shape, its block format, how it is used, and which ids exist.
+
+    num_token_ids: ids from here on are not the tokenizer's; they are never drafted.
+    """
+
+    model: ModelConfig
+    drafter: DrafterConfig
+    decode: DecodeConfig
+    num_token_ids: int
+
+
+def prefill_target(
+    params: Params,
+    prompts: tuple[jax.Array, jax.Array],
+    cache: KVCache,
+    sampling: Sampling | None,
+    stop: Stop,
+    config: ModelConfig,
+) -> tuple[KVCache, Outcome]:
+    """Prompts int32 [B, P], padded to a bucket, and their lengths int32 [B], into an empty cache.
+
+    The outcome's bonus is the first new token.
+    """
+    tokens_BP, prompt_length_B = prompts
+    hidden, cache = append(params, tokens_BP, cache, config)
+    last = jnp.take_along_axis(hidden, (prompt_length_B - 1)[:, None, None], axis=1)
+    first = choose(logits(params, last, config), prompt_length_B[:, None], sampling)[:, 0]
+    done = jnp.isin(first, stop.ids) | (prompt_length_B + 1 >= stop.limit)
+    return cache._replace(length=prompt_length_B), Outcome(jnp.zeros_like(first), first, done)
+
+
+def prefill_drafter(
+    params: Params,
+    prompts: tuple[jax.Array, jax.Array],
+    cache: KVCache,
+    sampling: Sampling | None,
+    how: Drafting,
+) -> tuple[DraftState, Successors]:
+    """Prompts into the drafter's cache, and the successor of the one outcome there is.
+
+    The prompt's last token plays the block in flight, of which nothing was accepted.
+    """
+    tokens_BP, prompt_length_B = prompts
+    batch, size = tokens_BP.shape[0], how.drafter.block_size
+    blocks = masked_blocks(batch, 1, how.drafter)
+    _, hidden, cache = draft_pass(params, tokens_BP, blocks, prompt_length_B[:, None], cache, how.model, how.drafter)
+    tokens, confidence = _drafts(params, hidden, prompt_length_B[:, None], None, sampling, how)
+    everywhere = jnp.broadcast_to(tokens, (batch, size, size))
+    state = DraftState(
+        cache._replace(length=prompt_length_B - 1), jnp.broadcast_to(confidence, (batch, size, size)).astype(jnp.float32)
+    )
+    return state, Successors(everywhere, jnp.zeros((batch, size), bool).at[:, 0].set(True))
+
+
+def in_flight_at_prompt_end(tokens_BP: jax.Array, prompt_length_B: jax.Array, how: Drafting) -> jax.Array:
+    """The block that plays the one in flight when decoding starts: the last prompt token, then nothing."""
+    last = jnp.take_along_axis(tokens_BP, (prompt_length_B - 1)[:, None], axis=1)
+    return jnp.pad(last, ((0, 0), (0, how.drafter.block_size - 1)))
+
+
+def advance(cache: KVCache, outcome: Outcome) -> KVCache:
+    """The drafter's cache once the outcome of the block in flight is known."""
+    step = jnp.where(outcome.done, 0, outcome.accepted + 1)
+    return cache._replace(length=cache.length + step)
+
+
+def select(successors: Successors, outcome: Outcome) -> tuple[jax.Array, jax.Array]:
+    """The next block `[bonus, S[a][1:]]`, int32 [B, G], and whether the bonus had been foreseen, bool [B]."""
+    rows = jnp.arange(outcome.bonus.shape[0])
+    block = successors.tokens[rows, outcome.accepted]
+    hit = successors.drafted[rows, outcome.accepted] & (block[:, 0] == outcome.bonus)
+    return block.at[:, 0].set(outcome.bonus), hit
+
+
+def verify(
+    params: Params,
+    block_BG: jax.Array,
+    done_B: jax.Array,
+    cache: KVCache,
+    sampling: Sampling | None,
+    stop: Stop,
+    config: ModelConfig,
+) -> tuple[KVCache, Outcome, jax.Array]:
+    """One target pass over a block: how many drafts are the target's own tokens, and its next one.
+
+    Also returns what the round emits, int32 [B, G]: `accepted` drafts, then the bonus; the rest is undefined.
+    A row that was done stays as it is.
+    """
+    size = block_BG.shape[1]
+    hidden, cache = append(params, block_BG, cache, config)
+    positions = cache.length[:, None] + jnp.arange(1, size + 1)
+    own = choose(logits(params, hidden, config), positions, sampling)
+    agree = jnp.cumprod(own[:, :-1] == block_BG[:, 1:], axis=1)
+    accepted = agree.sum(axis=1, dtype=jnp.int32)
+    emitted = jnp.arange(size) <= accepted[:, None]
+    length = cache.length + accepted + 1
+    stopped = jnp.any(jnp.isin(own, stop.ids) & emitted, axis=1)
+    done = done_B | stopped | (length + 1 >= stop.limit)
+    bonus = jnp.take_along_axis(own, accepted[:, None], axis=1)[:, 0]
+    cache = cache._replace(length=jnp.where(done_B, cache.length, length))
+    return cache, Outcome(accepted, bonus, done), own
+
+
+def packed_draft(
+    params: Params,
+    block_BG: jax.Array,
+    confidence_BG: jax.Array,
+    cache: KVCache,
+    sampling: Sampling | None,
+    how: Drafting,
+) -> tuple[DraftState, Successors]:
+    """The successors of the outcomes of `block` in one pass, while the target verifies it (ALGORITHM.md 3)."""
+    batch, size = block_BG.shape
+    if how.decode.outcomes == "all":
+        outcomes = jnp.broadcast_to(jnp.arange(size), (batch, size))
+    else:
+        outcomes = likeliest_outcomes(confidence_BG, how.decode.outcomes)
+    count = outcomes.shape[1]
+    context = cache.length[:, None] + outcomes + 1
+    blocks = masked_blocks(batch, count, how.drafter)
+    _, hidden, cache = draft_pass(params, block_BG, blocks, context, cache, how.model, how.drafter)
+    banned = None
+    if how.decode.ban_rejected:
+        after = jnp.take_along_axis(block_BG, jnp.minimum(outcomes + 1, size - 1), axis=1)
+        banned = jnp.where(outcomes < size - 1, after, how.model.vocab_size)  # nothing was rejected after G-1
+    tokens, confidence = _drafts(params, hidden, context, banned, sampling, how)
+    rows = jnp.arange(batch)[:, None]
+    table = jnp.zeros((batch, size, size), jnp.int32).at[rows, outcomes].set(tokens)
+    drafted = jnp.zeros((batch, size), bool).at[rows, outcomes].set(True)
+    kept = jnp.zeros((batch, size, size), jnp.float32).at[rows, outcomes].set(confidence)
+    return DraftState(cache, kept), Successors(table, drafted)
+
+
+def anchored_draft(
+    params: Params,
+    previous_BT: jax.Array,
+    anchor_B: jax.Array,
+    context_B: jax.Array,
+    cache: KVCache,
+    sampling: Sampling | None,
+    how: Drafting,
+) -> tuple[jax.Array, jax.Array, KVCache]:
+    """A fresh block `[anchor, drafts]` that starts at position `context`.
+
+    previous: clean tokens still missing in the cache, written at its length (T may be 0).
+    Returns the block int32 [B, G], the drafter's confidence in each token float32 [B, G] (1 for the
+    anchor), and the cache, its length unchanged.
+    """
+    blocks = anchored_block(anchor_B, how.drafter)
+    _, hidden, cache = draft_pass(params, previous_BT, blocks, context_B[:, None], cache, how.model, how.drafter)
+    tokens, confidence = _drafts(params, hidden, context_B[:, None], None, sampling, how)
+    return tokens[:, 0].at[:, 0].set(anchor_B), confidence[:, 0].at[:, 0].set(1.0), cache
+
+
+def redraft_missed(
+    params: Params,
+    successors: Successors,
+    outcome: Outcome,
+    state: DraftState,
+    sampling: Sampling | None,
+    how: Drafting,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The next block with missed rows drafted again from their now known anchor.
+
+    The pass is skipped on the device when every row hit. `state.cache` is as the last packed pass left it
+    and is only read. Returns block [B, G], confidence [B, G], hit [B].
+    """
+    block, hit = select(successors, outcome)
+    kept = selected_confidence(state, outcome)
+
+    def again(_: None) -> tuple[jax.Array, jax.Array]:
+        cache = advance(state.cache, outcome)
+        nothing = jnp.zeros((block.shape[0], 0), jnp.int32)
+        fresh, sure, _ = anchored_draft(params, nothing, outcome.bonus, cache.length, cache, sampling, how)
+        return jnp.where(hit[:, None], block, fresh), jnp.where(hit[:, None], kept, sure)
+
+    missed = jnp.any(~hit & ~outcome.done)
+    block, kept = jax.lax.cond(missed, again, lambda _: (block, kept), None)
+    return block, kept, hit
+
+
+def selected_confidence(state: DraftState, outcome: Outcome) -> jax.Array:
+    """The drafter's confidence in the block that `select` picks, float32 [B, G]."""
+    return state.confidence[jnp.arange(outcome.accepted.shape[0]), outcome.accepted]
+
+
+def likeliest_outcomes(confidence_BG: jax.Array, count: int) -> jax.Array:
+    """The `count` likeliest numbers of accepted drafts, int32 [B, count].
+
+    `P(a) = q_1 ... q_a (1 - q_{a+1})` from the confidence q_j in each draft; all G-1 are accepted with the
+    product of all.
+    """
+    drafts = confidence_BG[:, 1:]
+    reach = jnp.cumprod(jnp.concatenate([jnp.ones_like(drafts[:, :1]), drafts], axis=1), axis=1)
+    fail = jnp.concatenate([1 - drafts, jnp.ones_like(drafts[:, :1])], axis=1)
+    return jax.lax.top_k(reach * fail, count)[1].astype(jnp.int32)
+
+
+def _drafts(
+    params: Params,
+    hidden_BAGD: jax.Array,
+    start_BA: jax.Array,
+    banned_BA: jax.Array | None,
+    sampling: Sampling | None,
+    how: Drafting,
+) -> tuple[jax.Array, jax.Array]:
+    """The drafter's token at each place, int32 [B, A, G], and its confidence in it, float32 [B, A, G].
+
+    The confidence is computed only where outcomes are ranked by it; otherwise it is 0.
+    """
+    batch, blocks, size, _ = hidden_BAGD.shape
+    scores = logits(params, hidden_BAGD.reshape(batch, blocks * size, -1), how.model)
+    ids = jnp.arange(scores.shape[-1])
+    scores = jnp.where((ids < how.num_token_ids) & (ids != how.drafter.mask_token_id), scores, -jnp.inf)
+    scores = scores.reshape(batch, blocks, size, -1)
+    if banned_BA is not None:
+        rows, columns = jnp.arange(batch)[:, None], jnp.arange(blocks)
+        scores = scores.at[rows, columns, 0, banned_BA].set(-jnp.inf, mode="drop")
+    flat = scores.reshape(batch, blocks * size, -1)
+    positions = (start_BA[:, :, None] + jnp.arange(size)).reshape(batch, -1)
+    tokens = choose(flat, positions, sampling if how.decode.draft_sampling == "gumbel" else None)
+    confidence = jnp.zeros(tokens.shape, jnp.float32)
+    if how.decode.outcomes != "all":
+        at = jnp.take_along_axis(flat, tokens[..., None], axis=-1)[..., 0]
+        confidence = jnp.exp(at - jax.nn.logsumexp(flat, axis=-1))
+    return tokens.reshape(batch, blocks, size), confidence.reshape(batch, blocks, size)

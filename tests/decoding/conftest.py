@@ -1,0 +1,78 @@
+"""A tiny random target with a lively output, drafters of several kinds, and AR's tokens to compare with."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from d3d_jax.config import DecodeConfig, DrafterConfig, ModelConfig, RopeConfig, SamplingParams
+from d3d_jax.decoding import programs
+from d3d_jax.decoding.engine import Engine
+from d3d_jax.decoding.placement import Model
+from d3d_jax.models.qwen3 import Qwen3
+
+VOCAB, TOKEN_IDS, MASK = 72, 64, 64
+CONFIG = ModelConfig(VOCAB, 32, 48, 2, 4, 2, 16, RopeConfig(1e4), max_position_embeddings=512)
+SMALL = dataclasses.replace(CONFIG, num_hidden_layers=1, num_attention_heads=2)
+MAX_LEN = 160
+PROMPTS = [[5, 9, 33], list(range(1, 41)), [7] * 17]
+SAMPLED = SamplingParams(temperature=0.8, top_k=40, top_p=0.95, min_p=0.01, seed=11)
+
+
+def random_model(config: ModelConfig, seed: int, block_size: int | None = None) -> Model:
+    """Weights large enough that the next token is clear and depends on the whole prefix."""
+    params = Qwen3(config, rngs=nnx.Rngs(seed), scale=0.25).params()
+    return Model(config, params, None if block_size is None else DrafterConfig(block_size, MASK))
+
+
+@pytest.fixture(scope="session")
+def target() -> Model:
+    return random_model(CONFIG, 0)
+
+
+def build(target: Model, drafter: Model | None, decode: DecodeConfig, devices: int = 1, max_len: int = MAX_LEN) -> Engine:
+    first, second = jax.devices()[0], jax.devices()[devices - 1]
+    return Engine(target, drafter, decode, devices=(first, second), max_len=max_len, num_token_ids=TOKEN_IDS)
+
+
+@pytest.fixture(scope="session")
+def ar_tokens(target):
+    """AR's tokens for PROMPTS, greedy and sampled, each prompt decoded alone."""
+    engine = build(target, None, DecodeConfig(mode="ar"))
+
+    def tokens(sampling: SamplingParams, new: int = 40, stop: tuple[int, ...] = ()) -> list[tuple[int, ...]]:
+        return [engine.generate([prompt], new, stop, sampling)[0].ids for prompt in PROMPTS]
+
+    return tokens
+
+
+@pytest.fixture
+def scripted(monkeypatch):
+    """A drafter that drafts the rows' true continuations, but errs wherever `wrong(position)` says so.
+
+    It sees neither weights nor tokens: what it drafts depends on positions alone, so a miss that was not
+    asked for is a fault of cache, position or bookkeeping.
+    """
+
+    def script(rows: list[list[int]], wrong) -> None:
+        width = MAX_LEN + 40
+        table = np.zeros((len(rows), width), np.int32)
+        for row, tokens in enumerate(rows):
+            table[row, : len(tokens)] = tokens
+        err = np.array([bool(wrong(position)) for position in range(width)])
+        table = np.where(err, (table + 1) % TOKEN_IDS, table)
+
+        def drafts(params, hidden, start, banned, sampling, how):
+            position = start[:, :, None] + jnp.arange(hidden.shape[2])
+            tokens = jnp.asarray(table)[jnp.arange(len(rows))[:, None, None], position]
+            sure = jnp.where(jnp.asarray(err)[position], 0.1, 0.9)
+            return tokens, sure.astype(jnp.float32)
+
+        monkeypatch.setattr(programs, "_drafts", drafts)
+
+    return script

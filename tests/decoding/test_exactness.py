@@ -1,0 +1,118 @@
+"""Every mode, drafter, block size, policy and batch gives AR's tokens; overlapping changes no round."""
+
+from __future__ import annotations
+
+import pytest
+
+from d3d_jax.config import DecodeConfig, SamplingParams
+from tests.decoding.conftest import CONFIG, PROMPTS, SAMPLED, SMALL, build, random_model
+
+GREEDY = SamplingParams()
+POLICIES = [
+    {"mode": "sync"},
+    {"mode": "async", "miss": "keep"},
+    {"mode": "async", "miss": "redraft"},
+    {"mode": "async", "miss": "redraft", "outcomes": 2},
+    {"mode": "async", "miss": "keep", "outcomes": 1, "ban_rejected": False},
+]
+
+
+def policy_name(policy: dict) -> str:
+    return "-".join(str(value) for value in policy.values())
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("policy", POLICIES, ids=policy_name)
+def test_a_random_drafter_changes_no_token(target, ar_tokens, policy, devices):
+    drafter = random_model(SMALL, 3, block_size=4)
+    engine = build(target, drafter, DecodeConfig(block_size=4, **policy), devices)
+    for sampling in (GREEDY, SAMPLED):
+        expected = ar_tokens(sampling)
+        for prompt, ids in zip(PROMPTS, expected, strict=True):
+            assert engine.generate([prompt], 40, (), sampling)[0].ids == ids
+
+
+@pytest.mark.parametrize("block_size", [2, 3, 8, 16])
+@pytest.mark.parametrize("policy", POLICIES[:3], ids=policy_name)
+def test_no_block_size_changes_a_token(target, ar_tokens, policy, block_size):
+    drafter = random_model(SMALL, 3, block_size=block_size)
+    engine = build(target, drafter, DecodeConfig(block_size=block_size, **policy), 2)
+    expected = ar_tokens(SAMPLED)
+    for prompt, ids in zip(PROMPTS, expected, strict=True):
+        assert engine.generate([prompt], 40, (), SAMPLED)[0].ids == ids
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=policy_name)
+def test_a_row_of_a_batch_is_as_it_is_alone(target, ar_tokens, policy):
+    drafter = random_model(SMALL, 3, block_size=4)
+    engine = build(target, drafter, DecodeConfig(block_size=4, **policy), 2)
+    for sampling in (GREEDY, SAMPLED):
+        batch = engine.generate(PROMPTS, 40, (), sampling)
+        assert [c.ids for c in batch] == ar_tokens(sampling)
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=policy_name)
+def test_gumbel_drafts_change_no_token(target, ar_tokens, policy):
+    drafter = random_model(SMALL, 3, block_size=4)
+    engine = build(target, drafter, DecodeConfig(block_size=4, draft_sampling="gumbel", **policy))
+    assert [engine.generate([p], 40, (), SAMPLED)[0].ids for p in PROMPTS] == ar_tokens(SAMPLED)
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=policy_name)
+def test_a_perfect_drafter_has_every_draft_accepted(target, ar_tokens, scripted, policy):
+    """Anything less than full acceptance would be a fault in cache, position or bookkeeping."""
+    expected = ar_tokens(GREEDY, new=60)
+    scripted([[*p, *ids] for p, ids in zip(PROMPTS, expected, strict=True)], wrong=lambda position: False)
+    drafter = random_model(SMALL, 3, block_size=4)
+    engine = build(target, drafter, DecodeConfig(block_size=4, **policy), 2)
+    for completion, ids in zip(engine.generate(PROMPTS, 40, (), GREEDY), expected, strict=True):
+        assert completion.ids == ids[:40]
+        assert all(r.accepted == 3 for r in completion.rounds)
+        assert all(r.hit in (None, True) for r in completion.rounds)
+        assert len(completion.rounds) == 10  # 1 token from prefill, then 4 a round, to 41
+
+
+@pytest.mark.parametrize("period", [2, 3, 5, 7])
+@pytest.mark.parametrize("policy", POLICIES, ids=policy_name)
+def test_ragged_acceptance_is_exactly_what_the_drafts_deserve(target, ar_tokens, scripted, policy, period):
+    """Rows of unequal prompts err at unlike places; each round's count must be that of its own row."""
+    expected = ar_tokens(GREEDY, new=70)
+    rows = [[*p, *ids] for p, ids in zip(PROMPTS, expected, strict=True)]
+    scripted(rows, wrong=lambda position: position % period == 0)
+    drafter = random_model(SMALL, 3, block_size=6)
+    engine = build(target, drafter, DecodeConfig(block_size=6, **policy), 2)
+    for prompt, completion, ids in zip(PROMPTS, engine.generate(PROMPTS, 50, (), GREEDY), expected, strict=True):
+        assert completion.ids == ids[:50]
+        position = len(prompt)  # of the anchor
+        for verified in completion.rounds:
+            if policy.get("outcomes") != 1:  # an outcome that was not drafted has no drafts to accept
+                right = next((n for n in range(5) if (position + n + 1) % period == 0), 5)
+                assert verified.accepted == right
+            position += verified.accepted + 1
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("policy", POLICIES[1:], ids=policy_name)
+def test_overlapped_and_step_by_step_have_the_same_rounds(target, policy, sampling):
+    """A drafter started from the target's own weights, so that acceptance varies."""
+    drafter = random_model(CONFIG, 0, block_size=4)
+    overlapped = build(target, drafter, DecodeConfig(block_size=4, **policy), 2)
+    stepped = build(target, drafter, DecodeConfig(block_size=4, step_by_step=True, **policy), 2)
+    one_device = build(target, drafter, DecodeConfig(block_size=4, **policy), 1)
+    for prompt in PROMPTS:
+        a, b, c = (e.generate([prompt], 60, (), sampling)[0] for e in (overlapped, stepped, one_device))
+        assert a.ids == b.ids == c.ids
+        assert a.rounds == b.rounds == c.rounds
+
+
+def test_synchronous_in_one_program_and_in_two_has_the_same_rounds(target):
+    drafter = random_model(CONFIG, 0, block_size=4)
+    engines = [
+        build(target, drafter, DecodeConfig(mode="sync", block_size=4), 1),
+        build(target, drafter, DecodeConfig(mode="sync", block_size=4), 2),
+        build(target, drafter, DecodeConfig(mode="sync", block_size=4, step_by_step=True), 1),
+    ]
+    for prompt in PROMPTS:
+        a, b, c = (engine.generate([prompt], 60, (), SAMPLED)[0] for engine in engines)
+        assert a.ids == b.ids == c.ids
+        assert a.rounds == b.rounds == c.rounds
