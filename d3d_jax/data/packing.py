@@ -1,6 +1,6 @@
 """Documents packed into rows of one length, and the masked blocks laid over their responses.
 
-Letters: R rows, S slots of a row, C blocks of a row, G positions of a block. See ALGORITHM section 7.
+Letters: R rows, S slots of a row, C blocks of a row, G positions of a block. See docs/algorithm.md section 7.
 """
 
 from __future__ import annotations

@@ -7,10 +7,12 @@ tokens, so that a small model need not learn the arithmetic of digit groups.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from d3d_jax.data.chat import END_OF_TURN, END_THINK, THINK
+from d3d_jax.data.prompts import load_conversations
 from d3d_jax.errors import DataError
 
 END_OF_TEXT = "<|endoftext|>"
@@ -129,3 +131,14 @@ def _write_folder(folder: Path, stored: dict) -> Path:
         (folder / name).write_text(text, encoding="utf-8")
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
     return folder
+
+
+def main() -> None:
+    """`python -m d3d_jax.data.tokenizer_training CONVERSATIONS.jsonl FOLDER [VOCAB_SIZE]`"""
+    source, folder, *size = sys.argv[1:]
+    texts = (m["content"] for row in load_conversations(source) for m in row.messages)
+    print(train_tokenizer(texts, int(size[0]) if size else 2048, folder))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,4 +1,4 @@
-"""The asynchronous loop: the drafter drafts every outcome's successor while the target verifies (ALGORITHM.md 4).
+"""The asynchronous loop: the drafter drafts every outcome's successor while the target verifies (docs/algorithm.md 4).
 
 The host only launches. In round t both devices start from the successors and the outcome of round t-1; what
 crosses between them is the successors (or the chosen block) one way and the outcome the other way.

@@ -1,4 +1,4 @@
-"""The pieces of a round as pure functions of device values (ALGORITHM.md 3 and 4).
+"""The pieces of a round as pure functions of device values (docs/algorithm.md 3 and 4).
 
 A round starts with both caches holding exactly the positions before the block's anchor. The drafter's cache
 lags by one step of bookkeeping: its length is the start of the block in flight, and moves on when the outcome
@@ -133,7 +133,7 @@ def packed_draft(
     sampling: Sampling | None,
     how: Drafting,
 ) -> tuple[DraftState, Successors]:
-    """The successors of the outcomes of `block` in one pass, while the target verifies it (ALGORITHM.md 3)."""
+    """The successors of the outcomes of `block` in one pass, while the target verifies it (docs/algorithm.md 3)."""
     batch, size = block_BG.shape
     if how.decode.outcomes == "all":
         outcomes = jnp.broadcast_to(jnp.arange(size), (batch, size))

@@ -1,4 +1,4 @@
-"""Rounds as the host sees them: launched ahead, read late (ALGORITHM.md 4)."""
+"""Rounds as the host sees them: launched ahead, read late (docs/algorithm.md 4)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the target chooses a token: greedy, or position-keyed Gumbel-max (ALGORITHM.md 5).
+"""How the target chooses a token: greedy, or position-keyed Gumbel-max (docs/algorithm.md 5).
 
 The token at absolute position i is `argmax(filter(logits) / T + g_i)` with `g_i` drawn from the key
 `fold_in(seed, i)`. The output is then a function of target and seed alone, whatever drafts were offered,

@@ -44,11 +44,12 @@ def write(slots_BKSH: jax.Array, new_BKTH: jax.Array, start_B: jax.Array) -> jax
     XLA clamps a start that would run over the end, and so would overwrite valid slots without a word:
     callers prove the room on the host first (`slots_past_end`).
     """
-    for row in range(slots_BKSH.shape[0]):  # one in-place update a row; a batched start would be a scatter
-        slots_BKSH = jax.lax.dynamic_update_slice(
-            slots_BKSH, new_BKTH[row : row + 1].astype(slots_BKSH.dtype), (row, 0, start_B[row], 0)
-        )
-    return slots_BKSH
+    new_BKTH = new_BKTH.astype(slots_BKSH.dtype)
+    if slots_BKSH.shape[0] == 1:  # an update in place; a batched start becomes a scatter
+        return jax.lax.dynamic_update_slice(slots_BKSH, new_BKTH, (0, 0, start_B[0], 0))
+    return jax.vmap(lambda slots, new, start: jax.lax.dynamic_update_slice(slots, new, (0, start, 0)))(
+        slots_BKSH, new_BKTH, start_B
+    )
 
 
 def slots_past_end(block_size: int) -> int:

@@ -1,4 +1,4 @@
-"""The standalone block-diffusion drafter (ALGORITHM.md 2 and 3).
+"""The standalone block-diffusion drafter (docs/algorithm.md 2 and 3).
 
 A Qwen3 with its own embeddings and head that never sees the target. *Clean* tokens are causal and cached;
 their logits predict the next token. The rows of a *block* stand at the positions they predict, see the clean

@@ -1,7 +1,7 @@
 """Training checkpoints: asynchronous, complete or absent, and bound to the run's contract.
 
-`RUN/checkpoints/STEP/` holds the items `state` (parameters, optimiser, step) and `contract` (what must not
-change between saving and resuming, and the loader's place).
+`RUN/checkpoints/STEP/` holds the items `state` (parameters, optimiser, step; the loader's place is the step) and
+`contract` (what must not change between saving and resuming).
 """
 
 from __future__ import annotations
@@ -43,20 +43,27 @@ class Checkpoints:
         if wait:
             self._manager.wait_until_finished()
 
-    def restore(self, state: TrainState, contract: dict[str, Any]) -> TrainState:
-        """The newest complete state, laid out as `state` is (also on another number of devices).
+    def check_contract(self, contract: dict[str, Any]) -> None:
+        """Refuse to resume from the newest complete state under another contract than the saved one.
 
         Raises:
-            TrainingError: if the run's contract differs from the saved one.
+            TrainingError: naming every entry that changed.
         """
         step = self.latest()
         saved = self._manager.restore(step, args=ocp.args.Composite(contract=ocp.args.JsonRestore()))["contract"]
-        changed = [f"{key}: saved {saved.get(key)!r}, now {contract[key]!r}" for key in contract if saved.get(key) != contract[key]]
+        changed = [
+            f"{key}: saved {saved.get(key)!r}, now {contract[key]!r}"
+            for key in contract
+            if saved.get(key) != contract[key]
+        ]
         if changed:
             raise TrainingError(
                 f"step {step} was saved under another contract ({'; '.join(changed)}); "
                 "restore the old settings, or train into another output_dir"
             )
+
+    def restore(self, state: TrainState) -> TrainState:
+        """The newest complete state, laid out as `state` is (also on another number of devices)."""
         abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state._asdict())
-        items = self._manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(abstract)))
+        items = self._manager.restore(self.latest(), args=ocp.args.Composite(state=ocp.args.StandardRestore(abstract)))
         return TrainState(**items["state"])

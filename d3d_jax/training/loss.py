@@ -1,4 +1,4 @@
-"""The two losses: plain next-token, and the drafter's of ALGORITHM.md 7.
+"""The two losses: plain next-token, and the drafter's of docs/algorithm.md 7.
 
 Every mean is one global sum over one global count: under `jit` on a mesh a sum over the batch already spans
 all devices. Logits exist for `chunk` tokens of each row at a time and are computed again in the backward
@@ -11,12 +11,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from d3d_kernels import causal_intervals, training_intervals
 
 from d3d_jax.config import LossConfig, ModelConfig
 from d3d_jax.errors import ConfigError
 from d3d_jax.models.layers import linear
 from d3d_jax.models.qwen3 import Params, forward, head
+from d3d_kernels import causal_intervals, training_intervals
 
 Batch = dict[str, jax.Array]
 
@@ -32,11 +32,11 @@ def position_decay(block_size: int, config: LossConfig) -> float:
     return GAMMA[block_size]
 
 
-def weighted_cross_entropy(
-    hidden_BTD: jax.Array, labels_BT: jax.Array, weights_BT: jax.Array, head_VD: jax.Array, chunk: int
+def cross_entropy(
+    hidden_BTD: jax.Array, labels_BT: jax.Array, head_VD: jax.Array, chunk: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Sum of weight * cross-entropy in nats, float32, and whether each label is the likeliest, bool [B, T]."""
-    batch, tokens, width = hidden_BTD.shape
+    """Cross-entropy of each label in nats, float32 [B, T], and whether it is the likeliest, bool [B, T]."""
+    batch, tokens, _ = hidden_BTD.shape
     chunk = min(chunk, tokens)
     pad = -tokens % chunk
 
@@ -44,17 +44,23 @@ def weighted_cross_entropy(
         x = jnp.pad(x, [(0, 0), (0, pad), *[(0, 0)] * (x.ndim - 2)])
         return x.reshape(batch, -1, chunk, *x.shape[2:]).swapaxes(0, 1)
 
+    def joined(x: jax.Array) -> jax.Array:
+        return x.swapaxes(0, 1).reshape(batch, -1)[:, :tokens]
+
     @jax.checkpoint
-    def body(total: jax.Array, part: tuple) -> tuple[jax.Array, jax.Array]:
-        hidden, labels, weights = part
+    def body(_: None, part: tuple) -> tuple[None, tuple[jax.Array, jax.Array]]:
+        hidden, labels = part
         logits = linear(hidden, head_VD).astype(jnp.float32)
         at_label = jnp.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
-        loss = jax.nn.logsumexp(logits, axis=-1) - at_label
-        return total + jnp.sum(weights * loss), at_label >= logits.max(axis=-1)
+        return None, (jax.nn.logsumexp(logits, axis=-1) - at_label, at_label >= logits.max(axis=-1))
 
-    parts = (chunks(hidden_BTD), chunks(labels_BT), chunks(weights_BT))
-    total, correct = jax.lax.scan(body, jnp.zeros((), jnp.float32), parts)
-    return total, correct.swapaxes(0, 1).reshape(batch, -1)[:, :tokens]
+    _, (losses, correct) = jax.lax.scan(body, None, (chunks(hidden_BTD), chunks(labels_BT)))
+    return joined(losses), joined(correct)
+
+
+def mean(total: jax.Array, count: jax.Array) -> jax.Array:
+    """A global mean that is 0 where there is nothing to count."""
+    return total / jnp.maximum(count, 1.0)
 
 
 def next_token_targets(batch: Batch, prompt_weight: float) -> tuple[jax.Array, jax.Array]:
@@ -76,11 +82,11 @@ def ar_loss(
     hidden = forward(
         params, batch["tokens"], config, positions_BT=batch["position"], intervals=intervals, dtype=dtype, remat=remat
     )
-    total, correct = weighted_cross_entropy(hidden, labels, weights, head(params), loss.chunk)
-    count = weights.sum()
+    each, correct = cross_entropy(hidden, labels, head(params), loss.chunk)
+    total, count = (weights * each).sum(), weights.sum()
     response = weights >= 1.0
     metrics = {"ar_correct": (correct & response).sum(), "ar_count": response.sum()}
-    return total / jnp.maximum(count, 1.0), {"loss_sum": total, "loss_count": count, **metrics}
+    return mean(total, count), {"ar_loss_sum": total, "ar_loss_count": count, **metrics}
 
 
 def d3d_inputs(batch: Batch, block_size: int, mask_token_id: int) -> dict[str, jax.Array]:
@@ -135,20 +141,18 @@ def d3d_loss(
         remat=remat,
     )
     decay = jnp.exp(-blocks["distance"] / position_decay(block_size, loss))
-    block_weights = jnp.where(blocks["supervised"], decay, 0.0)
-    block_count = block_weights.sum()
+    block_weights = jnp.where(blocks["supervised"], decay, 0.0).reshape(rows, -1)
     ar_labels, ar_weights = next_token_targets(batch, 0.0)
-    ar_count = ar_weights.sum()
-    # Both means in one sweep over the vocabulary: divide the weights first.
-    block_scale, ar_scale = 1 / jnp.maximum(block_count, 1.0), loss.ar_weight / jnp.maximum(ar_count, 1.0)
-    weights = jnp.concatenate([ar_weights * ar_scale, (block_weights * block_scale).reshape(rows, -1)], axis=1)
-    labels = joined(ar_labels, "labels")
-    total, correct = weighted_cross_entropy(hidden, labels, weights, head(params), loss.chunk)
+    each, correct = cross_entropy(hidden, joined(ar_labels, "labels"), head(params), loss.chunk)
+    ar_sum, ar_count = (ar_weights * each[:, :clean]).sum(), ar_weights.sum()
+    block_sum, block_count = (block_weights * each[:, clean:]).sum(), block_weights.sum()
     block_correct = correct[:, clean:].reshape(blocks["labels"].shape)
     fresh = blocks["supervised"] & (batch["block_visible"] == 0)[..., None]
-    return total, {
-        "loss_sum": total,
-        "loss_count": jnp.ones(()),
+    return mean(block_sum, block_count) + loss.ar_weight * mean(ar_sum, ar_count), {
+        "block_loss_sum": block_sum,
+        "block_loss_count": block_count,
+        "ar_loss_sum": ar_sum,
+        "ar_loss_count": ar_count,
         "ar_correct": (correct[:, :clean] & (ar_weights > 0)).sum(),
         "ar_count": ar_count,
         "position_correct": (block_correct & fresh).sum(axis=(0, 1)),

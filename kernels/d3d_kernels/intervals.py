@@ -49,7 +49,7 @@ def causal_intervals(document_start_BT: jax.Array) -> Intervals:
 def training_intervals(
     document_start_BT: jax.Array, block_start_BK: jax.Array, block_size: int, block_attention: str = "bidirectional"
 ) -> Intervals:
-    """A clean copy of T tokens followed by K masked blocks (ALGORITHM.md 7).
+    """A clean copy of T tokens followed by K masked blocks (docs/algorithm.md 7).
 
     Args:
         document_start_BT: slot where each clean token's document starts; below 0 on padding.

@@ -1,4 +1,4 @@
-"""The masks against a brute force that is written from the words of ALGORITHM.md, one query and key at a time."""
+"""The masks against a brute force that is written from the words of docs/algorithm.md, one query and key at a time."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_a_masked_row_sees_the_clean_tokens_before_its_block_and_its_own_block(s
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_packed_pass_has_the_mask_of_the_algorithm(kind):
-    """ALGORITHM.md 3: row i sees cache + clean j<=i; row (a, o) sees cache + clean j<=a + its own block a."""
+    """docs/algorithm.md 3: row i sees cache + clean j<=i; row (a, o) sees cache + clean j<=a + its own block a."""
     length, capacity = np.array([0, 3, 16]), 24
     context = length[:, None] + np.arange(BLOCK) + 1
     clean = verify_intervals(jnp.asarray(length), BLOCK)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -35,9 +36,22 @@ def target() -> Model:
     return random_model(CONFIG, 0)
 
 
-def build(target: Model, drafter: Model | None, decode: DecodeConfig, devices: int = 1, max_len: int = MAX_LEN) -> Engine:
+def build(
+    target: Model, drafter: Model | None, decode: DecodeConfig, devices: int = 1, max_len: int = MAX_LEN
+) -> Engine:
     first, second = jax.devices()[0], jax.devices()[devices - 1]
     return Engine(target, drafter, decode, devices=(first, second), max_len=max_len, num_token_ids=TOKEN_IDS)
+
+
+@functools.cache
+def shared(seed: int, decode: DecodeConfig, devices: int = 1) -> Engine:
+    """An engine that tests share, since building one compiles: the target with a drafter of seed 0 or 3.
+
+    Seed 0 has the target's own weights, so that some drafts are right; seed 3 is another, smaller model.
+    """
+    target = random_model(CONFIG, 0)
+    drafter = random_model(CONFIG if seed == 0 else SMALL, seed, decode.block_size)
+    return build(target, drafter, decode, devices)
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from d3d_jax.config import DecodeConfig, SamplingParams
-from tests.decoding.conftest import CONFIG, PROMPTS, SAMPLED, SMALL, build, random_model
+from tests.decoding.conftest import PROMPTS, SAMPLED, SMALL, build, random_model, shared
 
 GREEDY = SamplingParams()
 POLICIES = [
@@ -23,38 +23,34 @@ def policy_name(policy: dict) -> str:
 
 @pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize("policy", POLICIES, ids=policy_name)
-def test_a_random_drafter_changes_no_token(target, ar_tokens, policy, devices):
-    drafter = random_model(SMALL, 3, block_size=4)
-    engine = build(target, drafter, DecodeConfig(block_size=4, **policy), devices)
+def test_a_random_drafter_changes_no_token(ar_tokens, policy, devices):
+    engine = shared(3, DecodeConfig(block_size=4, **policy), devices)
     for sampling in (GREEDY, SAMPLED):
         expected = ar_tokens(sampling)
         for prompt, ids in zip(PROMPTS, expected, strict=True):
             assert engine.generate([prompt], 40, (), sampling)[0].ids == ids
 
 
-@pytest.mark.parametrize("block_size", [2, 3, 8, 16])
+@pytest.mark.parametrize("block_size", [2, 3, 16])
 @pytest.mark.parametrize("policy", POLICIES[:3], ids=policy_name)
-def test_no_block_size_changes_a_token(target, ar_tokens, policy, block_size):
-    drafter = random_model(SMALL, 3, block_size=block_size)
-    engine = build(target, drafter, DecodeConfig(block_size=block_size, **policy), 2)
+def test_no_block_size_changes_a_token(ar_tokens, policy, block_size):
+    engine = shared(3, DecodeConfig(block_size=block_size, **policy), 2)
     expected = ar_tokens(SAMPLED)
     for prompt, ids in zip(PROMPTS, expected, strict=True):
         assert engine.generate([prompt], 40, (), SAMPLED)[0].ids == ids
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=policy_name)
-def test_a_row_of_a_batch_is_as_it_is_alone(target, ar_tokens, policy):
-    drafter = random_model(SMALL, 3, block_size=4)
-    engine = build(target, drafter, DecodeConfig(block_size=4, **policy), 2)
+def test_a_row_of_a_batch_is_as_it_is_alone(ar_tokens, policy):
+    engine = shared(3, DecodeConfig(block_size=4, **policy), 2)
     for sampling in (GREEDY, SAMPLED):
         batch = engine.generate(PROMPTS, 40, (), sampling)
         assert [c.ids for c in batch] == ar_tokens(sampling)
 
 
-@pytest.mark.parametrize("policy", POLICIES, ids=policy_name)
-def test_gumbel_drafts_change_no_token(target, ar_tokens, policy):
-    drafter = random_model(SMALL, 3, block_size=4)
-    engine = build(target, drafter, DecodeConfig(block_size=4, draft_sampling="gumbel", **policy))
+@pytest.mark.parametrize("policy", POLICIES[:4:3], ids=policy_name)
+def test_gumbel_drafts_change_no_token(ar_tokens, policy):
+    engine = shared(3, DecodeConfig(block_size=4, draft_sampling="gumbel", **policy))
     assert [engine.generate([p], 40, (), SAMPLED)[0].ids for p in PROMPTS] == ar_tokens(SAMPLED)
 
 
@@ -72,7 +68,7 @@ def test_a_perfect_drafter_has_every_draft_accepted(target, ar_tokens, scripted,
         assert len(completion.rounds) == 10  # 1 token from prefill, then 4 a round, to 41
 
 
-@pytest.mark.parametrize("period", [2, 3, 5, 7])
+@pytest.mark.parametrize("period", [2, 5])
 @pytest.mark.parametrize("policy", POLICIES, ids=policy_name)
 def test_ragged_acceptance_is_exactly_what_the_drafts_deserve(target, ar_tokens, scripted, policy, period):
     """Rows of unequal prompts err at unlike places; each round's count must be that of its own row."""
@@ -93,24 +89,22 @@ def test_ragged_acceptance_is_exactly_what_the_drafts_deserve(target, ar_tokens,
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("policy", POLICIES[1:], ids=policy_name)
-def test_overlapped_and_step_by_step_have_the_same_rounds(target, policy, sampling):
-    """A drafter started from the target's own weights, so that acceptance varies."""
-    drafter = random_model(CONFIG, 0, block_size=4)
-    overlapped = build(target, drafter, DecodeConfig(block_size=4, **policy), 2)
-    stepped = build(target, drafter, DecodeConfig(block_size=4, step_by_step=True, **policy), 2)
-    one_device = build(target, drafter, DecodeConfig(block_size=4, **policy), 1)
+def test_overlapped_and_step_by_step_have_the_same_rounds(policy, sampling):
+    """The drafter has the target's own weights, so that acceptance varies."""
+    overlapped = shared(0, DecodeConfig(block_size=4, **policy), 2)
+    stepped = shared(0, DecodeConfig(block_size=4, step_by_step=True, **policy), 2)
+    one_device = shared(0, DecodeConfig(block_size=4, **policy), 1)
     for prompt in PROMPTS:
         a, b, c = (e.generate([prompt], 60, (), sampling)[0] for e in (overlapped, stepped, one_device))
         assert a.ids == b.ids == c.ids
         assert a.rounds == b.rounds == c.rounds
 
 
-def test_synchronous_in_one_program_and_in_two_has_the_same_rounds(target):
-    drafter = random_model(CONFIG, 0, block_size=4)
+def test_synchronous_in_one_program_and_in_two_has_the_same_rounds():
     engines = [
-        build(target, drafter, DecodeConfig(mode="sync", block_size=4), 1),
-        build(target, drafter, DecodeConfig(mode="sync", block_size=4), 2),
-        build(target, drafter, DecodeConfig(mode="sync", block_size=4, step_by_step=True), 1),
+        shared(0, DecodeConfig(mode="sync", block_size=4), 1),
+        shared(0, DecodeConfig(mode="sync", block_size=4), 2),
+        shared(0, DecodeConfig(mode="sync", block_size=4, step_by_step=True), 1),
     ]
     for prompt in PROMPTS:
         a, b, c = (engine.generate([prompt], 60, (), SAMPLED)[0] for engine in engines)

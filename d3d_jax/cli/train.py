@@ -1,0 +1,35 @@
+"""`d3d train`: one run from its configuration, or on from its last checkpoint."""
+
+from __future__ import annotations
+
+import argparse
+
+NAME = "train"
+HELP = "train a target (next token) or a drafter (block diffusion); resumes by itself"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", required=True, help="YAML file; see configs/train/")
+    parser.add_argument("overrides", nargs="*", help="a.b=c, such as optimizer.learning_rate=1e-4")
+    parser.add_argument("--host-devices", type=int, help="split a CPU into this many devices")
+    parser.add_argument("--dry-run", action="store_true", help="check configuration and data, then stop")
+    parser.epilog = "example: d3d train --config configs/train/demo_drafter.yaml steps=200 --host-devices 2"
+
+
+def run(args: argparse.Namespace) -> int:
+    from d3d_jax.config import TrainConfig, load
+
+    config = load(TrainConfig, args.config, args.overrides)
+    if args.host_devices:
+        from d3d_jax.devices.host import prepare_cpu
+
+        prepare_cpu(args.host_devices)
+    from d3d_jax.training.loop import plan_run, train
+
+    if args.dry_run:
+        plan = plan_run(config)
+        print(f"{plan.report}; {plan.train.steps_per_epoch} steps an epoch, {config.steps} steps planned")
+        return 0
+    for name, value in train(config).items():
+        print(f"{name}: {value:.4f}")
+    return 0

@@ -1,0 +1,30 @@
+#!/usr/bin/env bash
+# The embedded pair from nothing. Each stage is skipped when its result is there, and resumes when it was cut.
+set -euo pipefail
+work=${1:?usage: make_pair.sh WORK_FOLDER}
+here=$(cd "$(dirname "$0")" && pwd)
+configs=$here/../../configs/train
+mkdir -p "$work"
+cd "$work"
+
+if [ ! -f validation.jsonl ]; then
+    gzip -dc "$here/gsm8k_train.jsonl.gz" > all.jsonl
+    head -n 7173 all.jsonl > train.jsonl
+    tail -n 300 all.jsonl > validation.jsonl
+fi
+[ -f tokenizer/tokenizer.json ] || python -m d3d_jax.data.tokenizer_training all.jsonl tokenizer
+
+[ -d target ] || {
+    d3d train --config "$configs/demo_target.yaml" --host-devices 2
+    d3d export runs/target target --tokenizer tokenizer
+}
+for set in train validation; do
+    [ -f "$set-responses.jsonl" ] || {
+        d3d respond --model-path target --input "$set.jsonl" --output "$set-part.jsonl" --max-new-tokens 224 --max-len 384 --batch-size 64
+        mv "$set-part.jsonl" "$set-responses.jsonl"
+    }
+done
+[ -d drafter ] || {
+    d3d train --config "$configs/demo_drafter.yaml" --host-devices 2
+    d3d export runs/drafter drafter --target-model d3d-demo-target
+}
