@@ -3,7 +3,7 @@
 A file holds one mapping whose keys are the fields of one dataclass; nested dataclasses are nested
 mappings. Unknown keys and values of the wrong type are refused with the path of the key, so a typing
 error never turns into a silent default. Field names are those of the ecosystem (transformers for
-models, ALGORITHM's terms for the rest).
+models, docs/algorithm.md for the rest).
 """
 
 from __future__ import annotations
@@ -41,6 +41,21 @@ class RopeConfig:
     mscale_all_dim: float | None = None
     truncate: bool = True
 
+    def __post_init__(self) -> None:
+        if self.theta <= 0:
+            raise ConfigError(f"rope.theta={self.theta} must be above 0")
+        if self.rope_type == "yarn":
+            if self.original_max_position_embeddings is None:
+                raise ConfigError(
+                    "rope_type 'yarn' needs original_max_position_embeddings, the context before stretching; "
+                    "a guessed one gives other frequencies without an error"
+                )
+            return
+        names = [f.name for f in dataclasses.fields(self) if f.name not in ("theta", "rope_type")]
+        given = [name for name in names if getattr(self, name) != getattr(RopeConfig, name)]
+        if given:
+            raise ConfigError(f"rope_type 'default' takes no {', '.join(given)}; did you mean rope_type 'yarn'?")
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -70,7 +85,7 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class DrafterConfig:
-    """What makes a Qwen3-shaped model a block-diffusion drafter (ALGORITHM.md 2).
+    """What makes a Qwen3-shaped model a block-diffusion drafter (docs/algorithm.md 2).
 
     `block_attention`: masked tokens see their whole block (`bidirectional`) or its past (`causal`).
     `kept_layers`: indices of the layers kept from the model it was pruned from, in order.
@@ -160,7 +175,7 @@ class MeshConfig:
 
 @dataclass(frozen=True)
 class BlockConfig:
-    """How masked blocks are laid over a response in training (ALGORITHM.md 7).
+    """How masked blocks are laid over a response in training (docs/algorithm.md 7).
 
     `starts`: `partition` tiles the response from a random phase, `anchors` draws random starts.
     `blocks_per_row`: masked blocks in one training row. `visible_none` and `visible_one` are the shares of
@@ -174,12 +189,23 @@ class BlockConfig:
     visible_one: float = 0.2
     visible_decay: float = 0.9
 
+    def __post_init__(self) -> None:
+        if self.block_size < 2:
+            raise ConfigError(f"blocks.block_size={self.block_size}: a block is one anchor and at least one draft")
+        if self.blocks_per_row < 1:
+            raise ConfigError(f"blocks.blocks_per_row={self.blocks_per_row}: a row has at least one block")
+        none, one = self.visible_none, self.visible_one
+        if min(none, one) < 0 or none + one > 1 + 1e-9:
+            raise ConfigError(f"blocks.visible_none={none} and visible_one={one} are shares; their sum is at most 1")
+        if not 0 < self.visible_decay <= 1:
+            raise ConfigError(f"blocks.visible_decay={self.visible_decay} must be in (0, 1]")
+
 
 @dataclass(frozen=True)
 class LossConfig:
-    """Weights of the loss parts. `gamma` None takes ALGORITHM.md's value for the block size.
+    """Weights of the loss parts. `gamma` None takes docs/algorithm.md's value for the block size.
 
-    `chunk`: tokens whose logits exist at one time.
+    `chunk`: tokens of each row whose logits exist at one time.
     """
 
     ar_weight: float = 1.0
@@ -236,6 +262,12 @@ class TrainConfig:
     blocks: BlockConfig = field(default_factory=BlockConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+
+    def __post_init__(self) -> None:
+        names = ("steps", "batch_size", "row_length", "save_every", "keep_last", "validate_every", "log_every")
+        wrong = [f"{name}={getattr(self, name)}" for name in names if getattr(self, name) < 1]
+        if wrong:
+            raise ConfigError(f"{', '.join(wrong)}: expected at least 1")
 
 
 def from_mapping(cls: type[T], values: Mapping[str, Any], *, where: str = "") -> T:

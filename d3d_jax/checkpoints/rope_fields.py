@@ -47,19 +47,13 @@ def parse_rope(config: Mapping[str, Any], where: str) -> RopeConfig:
 
 
 def rope_keys(rope: RopeConfig) -> dict[str, Any]:
-    """The config.json keys for `rope`, in both spellings, so that transformers 4 and 5 read the same.
-
-    Raises:
-        ConfigError: when YaRN fields are set on a rope that is not YaRN: they would be lost.
-    """
+    """The config.json keys for `rope`, in both spellings, so that transformers 4 and 5 read the same."""
     theta: float = int(rope.theta) if rope.theta.is_integer() else rope.theta
     fields = {name: getattr(rope, name) for name in _YARN if getattr(rope, name) != _YARN_DEFAULTS[name]}
     scaling = {"rope_type": rope.rope_type, **fields}
     if rope.rope_type == "yarn":
         scaling["factor"] = rope.factor
         _scaling(scaling, "rope")
-    elif fields:
-        raise ConfigError(f"rope_type='default' takes no {', '.join(fields)}; did you mean rope_type='yarn'?")
     return {
         "rope_theta": theta,
         "rope_scaling": scaling if rope.rope_type == "yarn" else None,

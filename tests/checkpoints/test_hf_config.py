@@ -132,12 +132,6 @@ def test_a_written_config_reads_back_the_same(config_folder, tmp_path: Path, rop
     assert (written["rope_scaling"] is None) == (rope.rope_type == "default")
 
 
-def test_yarn_fields_without_yarn_are_not_lost_on_writing(config_folder, tmp_path: Path):
-    config = dataclasses.replace(read_model_config(config_folder()), rope=RopeConfig(1e6, factor=4.0))
-    with pytest.raises(ConfigError, match="takes no factor"):
-        write_config(tmp_path, config, "float32")
-
-
 # ---- what is not computed is refused (C5)
 
 

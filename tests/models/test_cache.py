@@ -1,4 +1,4 @@
-"""A call of T tokens is T calls of one, a rollback a fresh cache; the end of the cache holds (CASES L7, L8, L19)."""
+"""A call of T tokens is T calls of one, a rollback a fresh cache; the end of the cache holds."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_a_prefill_in_chunks_is_a_prefill_at_once(params: Params):
 
 
 def test_a_block_that_ends_at_the_last_slot_leaves_the_committed_rows_as_they_are(params: Params):
-    """Also operation by operation, since the compiler has merged slices wrongly before (CASES L19)."""
+    """Also operation by operation, since the compiler has merged slices wrongly before."""
     text, new, length = tokens(9, BUCKET), tokens(10, BLOCK), BUCKET
     _, exact = extend(params, text, empty(BUCKET + BLOCK))
     _, roomy = extend(params, text, empty())

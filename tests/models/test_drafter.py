@@ -1,4 +1,4 @@
-"""The packed pass against one plain forward per branch, and the table slot -> position -> label (CASES T9)."""
+"""The packed pass against one plain forward per branch, and the table slot -> position -> label."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ def test_rolling_back_after_a_packed_pass_is_a_cache_that_never_saw_the_rejected
     assert np.array_equal(one, two)
 
 
-# ---- the golden table (T9): text x[i] = 10 + i, block size 4, block start 5 = two prompt tokens and three accepted.
+# ---- the golden table: text x[i] = 10 + i, block size 4, block start 5 = two prompt tokens and three accepted.
 #      slot o -> absolute position -> label; slot 0 predicts the token AT its own position, there is no shift.
 GOLDEN = [(0, 5, 15), (1, 6, 16), (2, 7, 17), (3, 8, 18)]
 

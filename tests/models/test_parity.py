@@ -1,4 +1,4 @@
-"""Tiny random checkpoints, written by transformers, give transformers' logits in float32 (CASES L7, C3-C5)."""
+"""Tiny random checkpoints, written by transformers, give transformers' logits in float32."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The losses: what a block may see, what is supervised, and that every mean is one global mean (CASES T1-T11)."""
+"""The losses: what a block may see, what is supervised, and that every mean is one global mean."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from d3d_jax.devices.sharding import BATCH, replicated
 from d3d_jax.errors import ConfigError
 from d3d_jax.models.qwen3 import Params, Qwen3, head
 from d3d_jax.training import loss as losses
-from d3d_jax.training.loss import ar_loss, d3d_loss, position_decay, weighted_cross_entropy
+from d3d_jax.training.loss import ar_loss, cross_entropy, d3d_loss, position_decay
 from d3d_jax.training.step import make_loss
 
 CONFIG = ModelConfig(32, 32, 48, 2, 4, 2, 16, RopeConfig(1e4))
 MASK, BLOCK, GAMMA = 31, 4, 3.0
+ROWS, LENGTH, PLACES = 4, 256, 25  # one shape for nearly all batches: every other one is another compilation
 Arrays = dict[str, Any]
 
 
@@ -43,38 +44,37 @@ def target_loss(params: Params, batch: Arrays, prompt_weight: float = 0.0):
 
 
 def seen_by_the_loss(params: Params, batch: Arrays, kind: str = "bidirectional") -> tuple:
-    """Hidden states, labels and weights of every row, as `d3d_loss` hands them to the cross-entropy."""
+    """Hidden state and label of every row, clean ones first, and the weight of its cross-entropy in `d3d_loss`."""
     handed: list[tuple] = []
 
-    def record(hidden, labels, weights, head_matrix, chunk):
-        handed.append((hidden, labels, weights))
-        return weighted_cross_entropy(hidden, labels, weights, head_matrix, chunk)
+    def value(each):
+        def record(hidden, labels, head_matrix, chunk):
+            handed.append((hidden, labels))
+            return each, jnp.zeros_like(each, bool)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(losses, "weighted_cross_entropy", record)
-        drafter_loss(params, batch, kind=kind)
-    return handed[0]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(losses, "cross_entropy", record)
+            return drafter_loss(params, batch, kind=kind)[0]
+
+    rows, clean = batch["tokens"].shape
+    weights = jax.grad(value)(jnp.zeros((rows, clean + BLOCK * batch["block_start"].shape[1])))
+    return (*handed[0], weights)
 
 
-def gradient_of_hidden(loss, params: Params, batch: Arrays, width: int) -> np.ndarray:
+def gradient_of_hidden(loss, params: Params, batch: Arrays) -> np.ndarray:
     """d loss / d hidden [B, T, D]: a row is zero exactly where its logits carry no gradient."""
     forward = losses.forward
+    width = LENGTH if loss is target_loss else LENGTH + BLOCK * PLACES
 
     def value(probe, params, batch):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(losses, "forward", lambda *args, **kwargs: forward(*args, **kwargs) + probe)
             return loss(params, batch)[0]
 
-    probe = np.zeros((len(batch["tokens"]), width, CONFIG.hidden_size), np.float32)
-    return np.asarray(jax.jit(jax.grad(value))(probe, params, batch))
+    return np.asarray(jax.jit(jax.grad(value))(np.zeros((ROWS, width, CONFIG.hidden_size), np.float32), params, batch))
 
 
 look = jax.jit(seen_by_the_loss, static_argnames="kind")
-
-
-def batch_of(rows: PackedRows, start: Any, visible: Any, length: Any) -> Arrays:
-    blocks = {"block_start": start, "block_visible": visible, "block_length": length}
-    return {**rows.arrays(), **{name: np.asarray(value, np.int32) for name, value in blocks.items()}}
 
 
 def document(seed: int, length: int, prompt_length: int) -> Document:
@@ -82,15 +82,34 @@ def document(seed: int, length: int, prompt_length: int) -> Document:
     return Document(ids, prompt_length)
 
 
-def one_row(length: int, prompt_length: int, row_length: int, seed: int = 0) -> PackedRows:
+def one_row(length: int, prompt_length: int, row_length: int = LENGTH, seed: int = 0) -> PackedRows:
     return pack([document(seed, length, prompt_length)], row_length, 0)[0]
 
 
-def stack(rows: list[PackedRows]) -> PackedRows:
-    return PackedRows(*(np.concatenate(parts) for parts in zip(*(r.arrays().values() for r in rows), strict=True)))
+def blank() -> PackedRows:
+    """A row of padding."""
+    slots = np.arange(LENGTH, dtype=np.int32)[None]
+    zero, minus = 0 * slots, 0 * slots - 1
+    return PackedRows(tokens=zero, document=minus, start=slots, position=zero, response=slots < 0, response_start=minus)
 
 
-# ---- T1: no block sees an answer
+def stacked(rows: list[PackedRows], plans: Any) -> Arrays:
+    """A batch of whole rows; `plans` holds start, visible tokens and length of every block, [3, B, C]."""
+    names = ("block_start", "block_visible", "block_length")
+    parts = {name: np.concatenate([row.arrays()[name] for row in rows]) for name in rows[0].arrays()}
+    return {**parts, **dict(zip(names, np.asarray(plans, np.int32), strict=True))}
+
+
+def batch_of(*rows: tuple[PackedRows, Any]) -> Arrays:
+    """A batch of the common shape: rows, each with its (start, visible, length) of blocks, then rows of padding."""
+    plans = np.stack([np.full((ROWS, PLACES), fill) for fill in (-1, 0, 0)])
+    for index, (_, blocks) in enumerate(rows):
+        plan = np.asarray(blocks, int).reshape(-1, 3).T
+        plans[:, index, : plan.shape[1]] = plan
+    return stacked([row for row, _ in rows] + [blank()] * (ROWS - len(rows)), plans)
+
+
+# ---- no block sees an answer
 
 
 @pytest.mark.parametrize("kind", ["bidirectional", "causal"])
@@ -100,16 +119,14 @@ def test_a_block_sees_no_token_from_its_first_masked_position_on_whatever_the_sp
     Both ways: later tokens change no bit of a block's hidden states, earlier ones change it.
     """
     length, first = 22, 2
-    same = stack([one_row(length, 1, length)] * length)
-    other = stack([one_row(length, 1, length)] * length)
-    np.fill_diagonal(other.tokens, (np.diagonal(other.tokens) + 1) % MASK)
-    clean = np.arange(length)
+    rows, clean = [one_row(length, 1, length)] * length, np.arange(length)
     for spacing in range(1, 2 * BLOCK + 1):
         start = np.broadcast_to(first + spacing * np.arange(3), (length, 3))
         visible = np.broadcast_to([0, 1, 2], (length, 3))
         blocks = np.minimum(BLOCK, length - start)
-        before, after = (look(params, batch_of(rows, start, visible, blocks), kind=kind)[0] for rows in (same, other))
-        differs = np.asarray(before != after).any(axis=-1)
+        batch = stacked(rows, [start, visible, blocks])
+        changed = {**batch, "tokens": (batch["tokens"] + np.eye(length, dtype=np.int32)) % MASK}
+        differs = np.asarray(look(params, batch, kind=kind)[0] != look(params, changed, kind=kind)[0]).any(axis=-1)
         assert np.array_equal(differs[:, :length], clean[None] >= clean[:, None]), "clean rows are causal"
         for k in range(3):
             changed = differs[:, length + k * BLOCK :][:, :BLOCK]
@@ -122,31 +139,29 @@ def test_a_block_sees_no_token_from_its_first_masked_position_on_whatever_the_sp
                 assert np.array_equal(changed, sees), (spacing, k)
 
 
-# ---- T2: labels, weights and the slots they stand in
+# ---- labels, weights and the slots they stand in
+
+
+def blocks_alone(params: Params, batch: Arrays):
+    return drafter_loss(params, batch, ar_weight=0.0)
 
 
 def test_one_supervised_masked_token_has_the_only_gradient_and_the_right_label(params):
-    rows = one_row(14, 3, 16)
-    visible, start = 1, 6
-    batch = batch_of(rows, [[start, -1]], [[visible, 0]], [[visible + 1, 0]])
-
-    def blocks_alone(params, batch):
-        return drafter_loss(params, batch, ar_weight=0.0)
-
-    width = 16 + 2 * BLOCK
-    gradient = gradient_of_hidden(blocks_alone, params, batch, width)
-    slot = 16 + visible
-    assert np.nonzero(np.abs(gradient[0]).sum(axis=-1))[0].tolist() == [slot]
+    rows, visible, start = one_row(14, 3), 1, 6
+    batch = batch_of((rows, [(start, visible, visible + 1)]))
+    gradient = gradient_of_hidden(blocks_alone, params, batch)
+    slot = LENGTH + visible
+    assert np.argwhere(np.abs(gradient).sum(axis=-1)).tolist() == [[0, slot]]
     assert_is_gradient_of_label(params, batch, gradient[0, slot], slot, rows.tokens[0, start + visible])
 
 
-def test_one_response_token_has_the_only_gradient_and_it_is_in_the_slot_before(params):
-    rows = one_row(8, 7, 16)
-    batch = batch_of(rows, [[-1, -1]], [[0, 0]], [[0, 0]])
-    for loss, width in ((drafter_loss, 16 + 2 * BLOCK), (target_loss, 16)):
-        gradient = gradient_of_hidden(loss, params, batch, width)
-        assert np.nonzero(np.abs(gradient[0]).sum(axis=-1))[0].tolist() == [6]
-        assert_is_gradient_of_label(params, batch, gradient[0, 6], 6, rows.tokens[0, 7])
+@pytest.mark.parametrize("loss", [drafter_loss, target_loss])
+def test_one_response_token_has_the_only_gradient_and_it_is_in_the_slot_before(params, loss):
+    rows = one_row(8, 7)
+    batch = batch_of((rows, []))
+    gradient = gradient_of_hidden(loss, params, batch)
+    assert np.argwhere(np.abs(gradient).sum(axis=-1)).tolist() == [[0, 6]]
+    assert_is_gradient_of_label(params, batch, gradient[0, 6], 6, rows.tokens[0, 7])
 
 
 def assert_is_gradient_of_label(params: Params, batch: Arrays, gradient, slot: int, label: int) -> None:
@@ -160,18 +175,18 @@ def assert_is_gradient_of_label(params: Params, batch: Arrays, gradient, slot: i
 
 def test_weights_decay_from_the_first_masked_position_and_both_means_are_whole(params):
     """Blocks with 0, 1 and 3 visible tokens, one cut by the end of its document after 2."""
-    rows = one_row(15, 2, 16)
-    batch = batch_of(rows, [[2, 5, 9, 13]], [[0, 1, 3, 0]], [[4, 4, 4, 2]])
-    _, labels, weights = look(params, batch)
+    rows = one_row(15, 2)
+    batch = batch_of((rows, [(2, 0, 4), (5, 1, 4), (9, 3, 4), (13, 0, 2)]))
+    _, labels, weights = (np.asarray(x) for x in look(params, batch))
     decay = np.exp(-np.arange(4) / GAMMA)
-    golden = np.zeros((4, 4))
-    golden[0], golden[1, 1:], golden[2, 3:], golden[3, :2] = decay, decay[:3], decay[:1], decay[:2]
-    blocks = np.asarray(weights)[0, 16:].reshape(4, 4)
-    np.testing.assert_allclose(blocks, golden / golden.sum(), rtol=1e-6)
-    clean = np.zeros(16)
-    clean[1:14] = 1 / 13  # rows 1..13 predict the response, slots 2..14
-    np.testing.assert_allclose(np.asarray(weights)[0, :16], clean, rtol=1e-6)
-    assert np.array_equal(np.asarray(labels)[0, 1:14], rows.tokens[0, 2:15])
+    golden = np.zeros((ROWS, PLACES, BLOCK))
+    golden[0, 0], golden[0, 1, 1:], golden[0, 2, 3:], golden[0, 3, :2] = decay, decay[:3], decay[:1], decay[:2]
+    np.testing.assert_allclose(weights[:, LENGTH:].reshape(golden.shape), golden / golden.sum(), rtol=1e-6)
+    clean = np.zeros((ROWS, LENGTH))
+    clean[0, 1:14] = 1 / 13  # rows 1..13 predict the response, slots 2..14
+    np.testing.assert_allclose(weights[:, :LENGTH], clean, rtol=1e-6)
+    assert np.array_equal(labels[0, 1:14], rows.tokens[0, 2:15])
+    assert np.array_equal(labels[0, LENGTH:][: 2 * BLOCK], rows.tokens[0, [2, 3, 4, 5, 5, 6, 7, 8]])
 
 
 def test_the_decay_is_that_of_the_block_size_unless_set():
@@ -181,48 +196,7 @@ def test_the_decay_is_that_of_the_block_size_unless_set():
         position_decay(12, LossConfig())
 
 
-# ---- T7, T8: packing, short and empty responses
-
-
-def blank(row_length: int) -> PackedRows:
-    """A row of padding."""
-    row = one_row(2, 1, row_length)
-    slots = np.arange(row_length, dtype=np.int32)[None]
-    return PackedRows(row.tokens * 0, row.document * 0 - 1, slots, row.position * 0, row.response & False,
-                      row.response_start * 0 - 1)  # fmt: skip
-
-
-def test_three_documents_in_one_row_are_the_three_alone(params):
-    lengths, length, places = (200, 40, 5), 256, 8
-    documents = [document(seed, n, 2) for seed, n in enumerate(lengths)]
-    packed = pack(documents, length, 0)[0]
-    first = [int(np.nonzero(packed.document[0] == index)[0][0]) for index in range(3)]
-    assert first == [0, 200, 240] and len(packed) == 1
-    # document, start within it, visible tokens
-    blocks = [(0, 2, 0), (0, 3, 1), (0, 150, 0), (0, 198, 1), (1, 2, 0), (1, 36, 2), (2, 2, 0), (2, 4, 0)]
-    alone, together = (np.zeros((3, 3, places), np.int32) for _ in range(2))
-    alone[0] = together[0] = -1
-    for place, (index, start, visible) in enumerate(blocks):
-        size = min(BLOCK, lengths[index] - start)
-        alone[:, index, place] = start, visible, size
-        together[:, 0, place] = first[index] + start, visible, size
-    one = batch_of(stack([packed, blank(length), blank(length)]), *together)
-    three = batch_of(stack([pack([document], length, 0)[0] for document in documents]), *alone)
-    hidden, hidden_alone = (np.asarray(look(params, batch)[0]) for batch in (one, three))
-    for index, size in enumerate(lengths):
-        here = slice(first[index], first[index] + size)
-        np.testing.assert_allclose(hidden[0, here], hidden_alone[index, :size], rtol=0, atol=1e-5)
-    for place, (index, _, _) in enumerate(blocks):
-        here = slice(length + place * BLOCK, length + (place + 1) * BLOCK)
-        np.testing.assert_allclose(hidden[0, here], hidden_alone[index, here], rtol=0, atol=1e-5)
-    loss = jax.jit(lambda p, b: (drafter_loss(p, b), target_loss(p, b, 0.5)))
-    for (value, metrics), (value_alone, metrics_alone) in zip(loss(params, one), loss(params, three), strict=True):
-        assert float(value) == pytest.approx(float(value_alone), abs=1e-5)
-        for name in metrics:
-            np.testing.assert_allclose(metrics[name], metrics_alone[name], rtol=1e-5)
-
-
-LENGTH, PLACES = 104, 25  # one shape for the tests that need a gradient: two rows, a second one mostly blank
+# ---- packing, short and empty responses
 
 
 def run_config(objective: str) -> TrainConfig:
@@ -238,54 +212,76 @@ def objective(request: pytest.FixtureRequest):
     return request.param, gradient, jax.jit(gradient)
 
 
-def with_blank(row: PackedRows, start: Any, visible: Any, length: Any) -> Arrays:
-    """A batch of `row`, whose blocks are given, and of a row of padding."""
-    plan = np.stack([np.full((2, PLACES), fill) for fill in (-1, 0, 0)])
-    plan[:, 0, : np.size(start)] = np.ravel(start), np.ravel(visible), np.ravel(length)
-    return batch_of(stack([row, blank(LENGTH)]), *plan)
+def test_three_documents_in_one_row_are_the_three_alone(params, objective):
+    lengths = (200, 40, 5)
+    documents = [document(seed, n, 2) for seed, n in enumerate(lengths)]
+    packed = pack(documents, LENGTH, 0)[0]
+    first = [int(np.nonzero(packed.document[0] == index)[0][0]) for index in range(3)]
+    assert first == [0, 200, 240] and len(packed) == 1
+    # document, start within it, visible tokens
+    blocks = [(0, 2, 0), (0, 3, 1), (0, 150, 0), (0, 198, 1), (1, 2, 0), (1, 36, 2), (2, 2, 0), (2, 4, 0)]
+    alone = [[(s, v, min(BLOCK, n - s)) for d, s, v in blocks if d == index] for index, n in enumerate(lengths)]
+    together = [(first[i] + s, v, size) for i, plan in enumerate(alone) for s, v, size in plan]
+    one = batch_of((packed, together))
+    three = batch_of(*((pack([text], LENGTH, 0)[0], plan) for text, plan in zip(documents, alone, strict=True)))
+    hidden, hidden_alone = (np.asarray(look(params, batch)[0]) for batch in (one, three))
+    place = 0
+    for index, size in enumerate(lengths):
+        rows, rows_alone = hidden[0, first[index] :][:size], hidden_alone[index, :size]
+        np.testing.assert_allclose(rows, rows_alone, rtol=0, atol=1e-5, equal_nan=False)
+        count = BLOCK * len(alone[index])
+        rows, rows_alone = hidden[0, LENGTH + BLOCK * place :][:count], hidden_alone[index, LENGTH:][:count]
+        np.testing.assert_allclose(rows, rows_alone, rtol=0, atol=1e-5, equal_nan=False)
+        place += len(alone[index])
+    ((value, metrics), gradient), ((value_alone, metrics_alone), gradient_alone) = (
+        objective[2](params, batch) for batch in (one, three)
+    )
+    assert float(value) == pytest.approx(float(value_alone), abs=1e-5)
+    for name in metrics:
+        np.testing.assert_allclose(metrics[name], metrics_alone[name], rtol=1e-5)
+    assert difference(gradient, gradient_alone) < 1e-5
 
 
-@pytest.mark.parametrize(("length", "prompt"), [(BLOCK - 1, 0), (BLOCK - 1, 1), (15, 15 - (BLOCK - 1)), (LENGTH, 101)])
+@pytest.mark.parametrize(("length", "prompt"), [(BLOCK - 1, 0), (BLOCK - 1, 1), (15, 15 - (BLOCK - 1)), (LENGTH, 253)])
 def test_a_response_shorter_than_a_block_is_supervised_to_its_end(params, objective, length, prompt):
     name, _, compiled = objective
-    rows = one_row(length, prompt, LENGTH)
+    rows = one_row(length, prompt)
     plan = block_starts(rows, BLOCK, 3, np.random.default_rng(0), visible_probabilities=(1.0, 0.0))
-    batch = with_blank(rows, plan.start, plan.visible, plan.length)
+    batch = batch_of((rows, np.concatenate([plan.start, plan.visible, plan.length]).T))
     (value, metrics), gradient = compiled(params, batch)
     assert np.isfinite(value) and value > 0 and metrics["ar_count"] == length - max(prompt, 1)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradient))
     if name == "d3d":
-        weights = np.asarray(look(params, batch)[2])[0, LENGTH:].reshape(-1, BLOCK)
+        weights = np.asarray(look(params, batch)[2])[0, LENGTH:].reshape(PLACES, BLOCK)
         first = int(np.nonzero(plan.start[0] == prompt)[0][0])
         assert (weights[first] > 0).tolist() == [o < length - prompt for o in range(BLOCK)]
 
 
 @pytest.mark.parametrize("rows", ["padding", "prompts"])
 def test_a_batch_without_a_response_has_no_loss_and_a_gradient_of_exact_zeros(params, objective, rows):
-    row = blank(LENGTH)
-    if rows == "prompts":
-        row = one_row(9, 8, LENGTH)
-        row = dataclasses.replace(row, response=row.response & False)
-    (value, _), gradient = objective[2](params, with_blank(row, -1, 0, 0))
+    row = one_row(9, 8)
+    row = blank() if rows == "padding" else dataclasses.replace(row, response=row.response & False)
+    (value, _), gradient = objective[2](params, batch_of((row, [])))
     assert value == 0
     assert all((np.asarray(leaf) == 0).all() for leaf in jax.tree.leaves(gradient))
 
 
-# ---- T11: one global mean
+# ---- one global mean
 
 
-def row_with_supervision(count: int) -> tuple[PackedRows, np.ndarray]:
-    """A row whose response and blocks have `count` tokens; start, visible and length of the blocks."""
+def row_with_supervision(count: int) -> tuple[PackedRows, list]:
+    """A row whose response and blocks have `count` tokens, with its blocks."""
     first = LENGTH - count
-    start = np.arange(first, LENGTH, BLOCK)
-    return one_row(LENGTH, first, LENGTH, seed=count), np.stack([start, 0 * start, np.minimum(BLOCK, LENGTH - start)])
+    starts = range(first, LENGTH, BLOCK)
+    return one_row(LENGTH, first, seed=count), [(start, 0, min(BLOCK, LENGTH - start)) for start in starts]
 
 
 def test_two_devices_with_3_and_97_tokens_have_the_gradient_of_one_device(params, objective):
     _, gradient, compiled = objective
-    halves = [with_blank(row, *plan) for row, plan in map(row_with_supervision, (3, 97))]
-    batch = {name: np.concatenate([half[name][:1] for half in halves]) for name in halves[0]}
-    assert batch["block_length"].sum(axis=1).tolist() == batch["response"].sum(axis=1).tolist() == [3, 97]
+    few, many, nothing = row_with_supervision(3), row_with_supervision(97), (blank(), [])
+    batch = batch_of(few, nothing, many, nothing)  # two rows a device
+    supervised = batch["block_length"].sum(axis=1), batch["response"].sum(axis=1)
+    assert [count.tolist() for count in supervised] == [[3, 0, 97, 0]] * 2
     (_, metrics), expected = compiled(params, batch)
     mesh = make_mesh(MeshConfig(), jax.devices()[:2])
     place = (replicated(mesh), NamedSharding(mesh, BATCH))
@@ -294,8 +290,10 @@ def test_two_devices_with_3_and_97_tokens_have_the_gradient_of_one_device(params
     for name in metrics:
         np.testing.assert_allclose(found_metrics[name], metrics[name], rtol=1e-6, equal_nan=False)
     # The test can tell: the mean of the two rows' own means is something else.
-    one, other = (compiled(params, half)[1] for half in halves)
+    ((_, few_metrics), one), ((_, many_metrics), other) = (compiled(params, batch_of(row)) for row in (few, many))
     assert difference(jax.tree.map(lambda a, b: (a + b) / 2, one, other), expected) > 1e-3
+    for name in metrics:  # sums and counts: a validation over many batches adds them up and divides once
+        np.testing.assert_allclose(few_metrics[name] + many_metrics[name], metrics[name], rtol=1e-5)
 
 
 def difference(one: Params, other: Params) -> float:
@@ -314,16 +312,17 @@ def test_the_cross_entropy_in_chunks_is_the_plain_one(chunk):
 
     def plain(hidden, matrix):
         logits = hidden @ matrix.T
-        loss = -jnp.take_along_axis(jax.nn.log_softmax(logits), labels[..., None], axis=-1)[..., 0]
-        return (weights * loss).sum(), logits.argmax(axis=-1) == labels
+        each = -jnp.take_along_axis(jax.nn.log_softmax(logits), labels[..., None], axis=-1)[..., 0]
+        return (weights * each).sum(), (each, logits.argmax(axis=-1) == labels)
 
     def chunked(hidden, matrix):
-        return weighted_cross_entropy(hidden, labels, weights, matrix, chunk)
+        each, correct = cross_entropy(hidden, labels, matrix, chunk)
+        return (weights * each).sum(), (each, correct)
 
     values = [jax.jit(jax.value_and_grad(f, (0, 1), has_aux=True))(hidden, matrix) for f in (plain, chunked)]
-    ((total, correct), gradients), ((total_chunked, correct_chunked), gradients_chunked) = values
-    assert float(total_chunked) == pytest.approx(float(total), rel=1e-6)
-    assert np.array_equal(correct, correct_chunked)
+    ((_, (each, correct)), gradients), ((_, (each_chunked, correct_chunked)), gradients_chunked) = values
+    np.testing.assert_allclose(each_chunked, each, rtol=1e-5, equal_nan=False)
+    assert np.array_equal(correct, correct_chunked) and correct.any()
     for one, two in zip(gradients, gradients_chunked, strict=True):
         np.testing.assert_allclose(two, one, rtol=0, atol=1e-5, equal_nan=False)
 
