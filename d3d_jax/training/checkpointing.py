@@ -62,8 +62,9 @@ class Checkpoints:
                 "restore the old settings, or train into another output_dir"
             )
 
-    def restore(self, state: TrainState) -> TrainState:
-        """The newest complete state, laid out as `state` is (also on another number of devices)."""
+    def restore(self, state: TrainState, step: int | None = None) -> TrainState:
+        """The state of `step`, or the newest complete one, laid out as `state` is (also on other devices)."""
+        step = self.latest() if step is None else step
         abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state._asdict())
-        items = self._manager.restore(self.latest(), args=ocp.args.Composite(state=ocp.args.StandardRestore(abstract)))
+        items = self._manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(abstract)))
         return TrainState(**items["state"])

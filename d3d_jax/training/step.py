@@ -52,11 +52,18 @@ def make_loss(config: TrainConfig, model: ModelConfig) -> Callable[[Params, Any]
 def state_shardings(state: TrainState, model: ModelConfig, mesh: Mesh) -> TrainState:
     """Parameters by their logical axes; what the optimiser keeps per parameter lies with it, scalars everywhere."""
     params = tree_shardings(mesh, parameter_table(model))
-    by_shape = {}
-    for leaf, place in zip(jax.tree.leaves(state.params), jax.tree.leaves(params), strict=True):
-        by_shape.setdefault(leaf.shape, place)
-    opt_state = jax.tree.map(lambda leaf: by_shape.get(leaf.shape, replicated(mesh)), state.opt_state)
-    return TrainState(params, opt_state, replicated(mesh))
+    places = dict(jax.tree_util.tree_leaves_with_path(params))
+    shapes = {path: leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(state.params)}
+
+    def place(path: tuple, leaf: Any) -> NamedSharding:
+        """A parameter's moments end in its path; two parameters of one shape may lie differently."""
+        for start in range(len(path)):
+            if shapes.get(path[start:]) == leaf.shape:
+                return places[path[start:]]
+        return replicated(mesh)
+
+    opt_state = jax.tree_util.tree_map_with_path(place, state.opt_state)
+    return TrainState(params, opt_state, replicated(mesh))  # pyright: ignore[reportArgumentType]
 
 
 def new_state(params: Params, optimizer: optax.GradientTransformation, model: ModelConfig, mesh: Mesh) -> TrainState:
@@ -79,9 +86,9 @@ def make_train_step(
 
     def step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         grads, metrics = jax.grad(loss, has_aux=True)(state.params, batch)
-        metrics["grad_norm"] = optax.global_norm(grads)
+        metrics["grad_norm"] = optax.tree.norm(grads)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
+        params: Any = optax.apply_updates(state.params, updates)
         return TrainState(params, opt_state, state.step + 1), metrics
 
     data = NamedSharding(mesh, BATCH)
