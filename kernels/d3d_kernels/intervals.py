@@ -101,7 +101,7 @@ def packed_intervals(
     Returns:
         Intervals for A*G rows, block by block.
     """
-    batch, num_blocks = context_BA.shape
+    _, num_blocks = context_BA.shape
     offset = jnp.arange(block_size)
     own = num_slots + jnp.arange(num_blocks)[:, None] * block_size + jnp.zeros_like(offset)
     last = offset + 1 if block_attention == "causal" else jnp.full_like(offset, block_size)
