@@ -162,16 +162,21 @@ def test_a_block_that_ends_at_the_last_slot_leaves_the_committed_rows_as_they_ar
     assert_caches_close(eager, after, np.full(ROWS, length + BLOCK))
 
 
-def test_one_slot_too_few_would_overwrite_committed_rows_which_is_why_room_is_proven_first():
+@pytest.mark.parametrize("rows", [1, 2])  # one row alone is written by another operation
+def test_one_slot_too_few_would_overwrite_committed_rows_which_is_why_room_is_proven_first(rows: int):
     """If writing past the end ever starts to fail by itself, the checks on the host can go."""
-    slots = np.zeros((1, 1, 8, 1), np.float32)
-    new = np.arange(1, 5, dtype=np.float32).reshape(1, 1, 4, 1)
-    fits, slid = (caches.write(slots, new, np.array([start])).ravel().tolist() for start in (4, 5))
-    assert fits == slid == [0, 0, 0, 0, 1, 2, 3, 4]
+    slots = np.zeros((rows, 1, 8, 1), np.float32)
+    new = np.broadcast_to(np.arange(1, 5, dtype=np.float32)[:, None], (rows, 1, 4, 1))
+    fits, slid = (np.asarray(caches.write(slots, new, np.full(rows, start))) for start in (4, 5))
+    assert fits[0].ravel().tolist() == [0, 0, 0, 0, 1, 2, 3, 4] and np.array_equal(fits, slid)
 
 
-def test_each_row_is_written_at_its_own_start():
+def test_each_row_is_written_at_its_own_start_alone_and_in_company():
     slots = np.zeros((2, 1, 5, 1), np.float32)
     new = np.array([1, 2, 3, 4], np.float32).reshape(2, 1, 2, 1)
-    written = np.asarray(caches.write(slots, new, np.array([0, 3])))[..., 0]
-    assert written.tolist() == [[[1, 2, 0, 0, 0]], [[0, 0, 0, 3, 4]]]
+    start = np.array([0, 3])
+    written = np.asarray(caches.write(slots, new, start))
+    assert written[..., 0].tolist() == [[[1, 2, 0, 0, 0]], [[0, 0, 0, 3, 4]]]
+    for row in range(2):
+        here = slice(row, row + 1)
+        assert np.array_equal(caches.write(slots[here], new[here], start[here]), written[here])
