@@ -10,6 +10,9 @@ from typing import Any
 import jax
 
 
+MAKES_BLOCK = ("choose", "draft")  # programs whose block the rest of their round needs
+
+
 @dataclass(frozen=True)
 class Span:
     """One program on one device: seconds since the observer was made."""
@@ -87,14 +90,18 @@ class Timeline(Observer):
 
     def spans(self) -> list[Span]:
         last: dict[str, float] = {}
+        block_ready: dict[int, float] = {}
         round_end: dict[int, float] = {}
         spans = []
         for program, device, number, launched, future in self._ends:
             end = future.result()
-            # Every program of a round needs what both devices made in the round before.
-            start = min(max(launched, last.get(device, 0.0), round_end.get(number - 1, 0.0)), end)
+            # Every program of a round needs what both devices made in the round before, and its block.
+            ready = max(round_end.get(number - 1, 0.0), block_ready.get(number, 0.0))
+            start = min(max(launched, last.get(device, 0.0), ready), end)
             spans.append(Span(program, device, number, start, end))
             last[device] = end
+            if program in MAKES_BLOCK:
+                block_ready[number] = end
             round_end[number] = max(round_end.get(number, 0.0), end)
         for watcher in self._watchers.values():
             watcher.shutdown()

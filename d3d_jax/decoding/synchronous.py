@@ -59,10 +59,11 @@ def decode_synchronously(
     stop: Stop,
     config: ModelConfig,
     how: Drafting,
-) -> tuple[Written, jax.Array, jax.Array]:
+) -> tuple[Written, jax.Array, jax.Array, tuple[KVCache, KVCache]]:
     """The whole loop on one device.
 
-    Returns the tokens, the drafts accepted in each round int32 [B, S], and the rounds of each row int32 [B].
+    Returns the tokens, the drafts accepted in each round int32 [B, S], the rounds of each row int32 [B], and the
+    caches, so that those passed in can be donated.
     """
     size = target_cache.capacity
 
@@ -80,7 +81,7 @@ def decode_synchronously(
     written = start_writing(outcome.bonus, size)
     carry = (target_cache, drafter_cache, previous_BG, outcome, written, trace, rounds, jnp.zeros((), jnp.int32))
     carry = jax.lax.while_loop(lambda carry: ~jnp.all(carry[3].done), body, carry)
-    return carry[4], carry[5], carry[6]
+    return carry[4], carry[5], carry[6], carry[:2]
 
 
 class Synchronous:
@@ -102,15 +103,13 @@ class Synchronous:
         begin = time.perf_counter()
         target, drafter, count = self._target, self._drafter, batch.tokens.shape[0]
         there = jax.device_put(PromptBatch(*batch), drafter.device)
-        cache, outcome = self._prefill_target(
-            target.params, batch[:2], target.cache(count), batch.sampling, batch.stop
-        )
+        cache, outcome = self._prefill_target(target.params, batch[:2], target.cache(count), batch.sampling, batch.stop)
         draft_cache = self._prefill_drafter(drafter.params, there[:2], drafter.cache(count), there.sampling)
         previous = self._previous(*there[:2])
         jax.block_until_ready((outcome, draft_cache.length))
         ready = time.perf_counter()
         if self._one_program:
-            written, trace, rounds = self._loop(
+            written, trace, rounds, _ = self._loop(
                 target.params,
                 drafter.params,
                 cache,

@@ -37,9 +37,7 @@ class TextStream:
         return text
 
     def _decode(self) -> str:
-        return self._tokenizer.decode(
-            self._held, skip_special_tokens=self._skip, clean_up_tokenization_spaces=False
-        )
+        return self._tokenizer.decode(self._held, skip_special_tokens=self._skip, clean_up_tokenization_spaces=False)
 
 
 def pieces(tokenizer: Any, ids: Sequence[int], skip_special_tokens: bool = False) -> list[str]:
