@@ -1,0 +1,1 @@
+"""How many drafts are accepted: the definitions, and acceptance without running the target."""
