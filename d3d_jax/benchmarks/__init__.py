@@ -1,0 +1,1 @@
+"""Measuring: modes side by side, the parts of a round, and what the cost model says of them."""
