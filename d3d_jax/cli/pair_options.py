@@ -1,0 +1,151 @@
+"""Flags and first steps of the commands that decode with a pair of models."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from d3d_jax.devices.host import KINDS, device_pair, prepare_cpu
+from d3d_jax.errors import CapacityError, ConfigError
+
+if TYPE_CHECKING:
+    import jax
+    from rich.console import Console
+
+    from d3d_jax.config import DecodeConfig, ModelConfig, SamplingParams
+    from d3d_jax.decoding.loading import LoadedPair, OpenedPair
+
+SLOT_STEP = 64  # cache sizes are multiples of this, so that runs alike share their programs
+
+
+def positive(text: str) -> int:
+    """A whole number above 0, for argparse."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return value
+
+
+def outcomes(text: str) -> str | int:
+    """`all`, or how many, for argparse."""
+    return text if text == "all" else positive(text)
+
+
+def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("sampling")
+    group.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default)")
+    group.add_argument("--top-k", type=int, default=0, metavar="K", help="keep the K likeliest tokens; 0 is off")
+    group.add_argument("--top-p", type=float, default=1.0, metavar="P", help="keep a mass of P; 1 is off")
+    group.add_argument("--min-p", type=float, default=0.0, metavar="P", help="drop below P x the likeliest; 0 is off")
+    group.add_argument("--seed", type=int, default=0, help="same seed, same tokens, in every mode")
+
+
+def add_drafting_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("drafting")
+    group.add_argument(
+        "--miss", choices=("keep", "redraft"), help="async: what to do when a bonus token was not foreseen"
+    )
+    group.add_argument("--outcomes", type=outcomes, metavar="all|M", help="draft for all outcomes, or the M likeliest")
+
+
+def add_device_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", choices=KINDS, help="refused when it is not there (default: the best that is)")
+
+
+def sampling_of(args: argparse.Namespace) -> SamplingParams:
+    """Raises ConfigError for settings that contradict each other."""
+    from d3d_jax.config import SamplingParams
+
+    return SamplingParams(args.temperature, args.top_k, args.top_p, args.min_p, args.seed)
+
+
+def decode_config(args: argparse.Namespace, mode: str, block_size: int | None, **fields: object) -> DecodeConfig:
+    """The settings of one mode; drafting flags that were not given keep their defaults."""
+    from d3d_jax.config import DecodeConfig, from_mapping
+
+    values = {name: value for name in ("miss", "outcomes") if (value := getattr(args, name, None)) is not None}
+    if block_size is not None:
+        values["block_size"] = block_size
+    return from_mapping(DecodeConfig, {"mode": mode, **values, **fields})
+
+
+def start_devices(kind: str | None) -> tuple[jax.Device, jax.Device]:
+    """Devices of target and drafter; two host cores on CPU. Comes before anything else that JAX does.
+
+    Raises:
+        DeviceError: when the kind is not there.
+    """
+    if kind in (None, "cpu"):
+        prepare_cpu(2)
+    devices = device_pair(kind)
+    import jax
+
+    # An accelerator would round float32 products to fewer bits, and the modes' tokens might part.
+    jax.config.update("jax_default_matmul_precision", "highest")
+    return devices
+
+
+def plan_slots(
+    prompts: list[list[int]], max_new_tokens: int, config: ModelConfig, block_size: int | None, max_len: int | None
+) -> int:
+    """Cache slots of a row: what was asked for, or what the longest prompt needs.
+
+    Raises:
+        CapacityError: naming the prompt that fits neither the cache nor the model's context.
+    """
+    from d3d_jax.decoding.placement import check_request
+    from d3d_jax.models.cache import slots_past_end
+
+    beyond = slots_past_end(block_size or 1)
+    longest = max(len(prompt) for prompt in prompts)
+    if max_len is None:
+        max_len = -(-(longest + max_new_tokens + beyond) // SLOT_STEP) * SLOT_STEP
+    check_request(prompts, max_new_tokens, config, beyond, max_len)
+    return max_len
+
+
+def check_writable(path: str | None, flag: str) -> None:
+    """Refuse an output file that cannot be written, before the work whose result it would hold.
+
+    Raises:
+        ConfigError: naming the flag.
+    """
+    if path is None:
+        return
+    parent = Path(path).absolute().parent
+    if not parent.is_dir():
+        raise ConfigError(f"{flag} {path}: the folder {parent} does not exist; make it first")
+    if Path(path).is_dir():
+        raise ConfigError(f"{flag} {path} is a folder; name a file in it")
+
+
+def load_with_progress(pair: OpenedPair, dtype: str, console: Console) -> LoadedPair:
+    """Load the tensors under a progress bar."""
+    with progress_bar(console, "loading", pair.tensor_count()) as advance:
+        return pair.load(dtype, on_tensor=lambda name: advance())
+
+
+@contextmanager
+def progress_bar(console: Console, text: str, total: int) -> Iterator:
+    """A bar on stderr that vanishes at the end; call what it gives, with a new text or without, for each step."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task(text, total=total)
+
+        def advance(now: str | None = None) -> None:
+            progress.update(task, advance=1, description=text if now is None else f"{text} {now}")
+
+        yield advance
+
+
+def too_long(error: CapacityError, name: str) -> CapacityError:
+    """The same error, naming the prompt as the user knows it."""
+    return CapacityError(str(error).replace("prompt 0", f"prompt {name}", 1))
