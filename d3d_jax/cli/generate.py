@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from d3d_jax.cli.answering import Session, answer_file, answered_ids, figures_of, in_words
 from d3d_jax.cli.pair_options import (
+    SLOT_STEP,
     add_device_argument,
     add_drafting_arguments,
     add_sampling_arguments,
@@ -162,7 +163,7 @@ def planned(args: argparse.Namespace, pair: OpenedPair, decode: DecodeConfig, wa
             spoken = sum(
                 len(encode_prompt(pair.tokenizer, [user(turn)], args.enable_thinking)) for turn in prompt.turns
             )
-            whole = min(spoken + (len(prompt.turns) - 1) * most, config.max_position_embeddings - most)
+            whole = min(spoken + (len(prompt.turns) - 1) * (most + SLOT_STEP), config.max_position_embeddings - most)
             slots.append(plan_slots([[0] * whole], most, config, block_size, None))
     return max(slots)
 

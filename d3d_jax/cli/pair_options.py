@@ -133,11 +133,11 @@ def load_with_progress(pair: OpenedPair, dtype: str, console: Console) -> Loaded
 
 @contextmanager
 def progress_bar(console: Console, text: str, total: int) -> Iterator:
-    """A bar on stderr that vanishes at the end; call what it gives, with a new text or without, for each step."""
+    """A bar on a terminal that vanishes at the end; call what it gives, with a new text or without, at each step."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(text, total=total)
 
         def advance(now: str | None = None) -> None:
