@@ -21,9 +21,14 @@ _IDLE, _INK, _HEIGHT = "#e9ecef", "#343a40", 0.62
 
 
 def window(spans: Sequence[Span], rounds: int = ROUNDS_SHOWN) -> list[Span]:
-    """The spans of `rounds` rounds from the middle of an output, where the loop runs evenly."""
+    """The spans of `rounds` rounds in a row: of all such stretches of an output the one of median length."""
     numbers = sorted({span.round for span in spans})
-    first = max(0, (len(numbers) - rounds) // 2)
+    starts = {number: min(span.start for span in spans if span.round == number) for number in numbers}
+    firsts = range(max(1, len(numbers) - rounds))
+    lengths = sorted(
+        (starts[numbers[min(first + rounds, len(numbers) - 1)]] - starts[numbers[first]], first) for first in firsts
+    )
+    first = lengths[len(lengths) // 2][1]
     shown = set(numbers[first : first + rounds])
     return [span for span in spans if span.round in shown]
 
@@ -51,7 +56,7 @@ def timeline(spans: Sequence[Span], path: str | Path, *, hidden: float | None, s
         lane, left, width = _LANES[span.device], (span.start - begin) * 1e3, span.seconds * 1e3
         colour = _COLOURS.get(span.program, "#868e96")
         axes.barh(lane, width, left=left, height=_HEIGHT, color=colour, edgecolor="white", linewidth=0.8)
-        if width > 0.035 * (end - begin) * 1e3:
+        if width > 0.022 * (end - begin) * 1e3:
             style = {"ha": "center", "va": "center", "color": "white", "fontsize": 9, "weight": "bold"}
             axes.text(left + width / 2, lane, str(span.round + 1), **style)
     _round_marks(axes, shown, begin)

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from d3d_jax import __version__
-from d3d_jax.devices.host import describe
+from d3d_jax.devices.host import describe, processor
 
 _LIBRARIES = ("jax", "jaxlib", "flax", "transformers", "numpy")
 
@@ -57,13 +57,3 @@ def device_facts(devices: tuple[jax.Device, jax.Device]) -> dict[str, Any]:
 def prompts_hash(prompts: Sequence[Sequence[int]]) -> str:
     """sha256 of the prompts' ids: two results with the same hash decoded the same prompts."""
     return hashlib.sha256(json.dumps([list(map(int, prompt)) for prompt in prompts]).encode()).hexdigest()
-
-
-def processor() -> str:
-    """The name of the host's processor."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, "") or platform.processor() or platform.machine()

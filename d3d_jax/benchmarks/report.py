@@ -60,7 +60,8 @@ def sentences(result: Mapping[str, Any]) -> list[str]:
         said.append(verdict)
     warm, late = result["warm_up"], result["compilations_after_warm_up"]
     said.append(
-        f"Warm-up compiled {warm['compilations']} programs in {warm['compile_seconds']:.1f} s; "
+        f"Warm-up compiled {warm['compilations']} programs ({warm['from_cache']} found in the cache of an earlier run) "
+        f"in {warm['compile_seconds']:.1f} s; "
         + ("none after it." if late == 0 else f"{late} MORE WERE COMPILED while measuring: the figures are too low.")
     )
     return said
@@ -81,11 +82,13 @@ def _explained(result: Mapping[str, Any], mode: str) -> str:
         return ""
     text = f"Cost model, {mode}: {_terms(figures['alone_ms'], figures['devices'])} = "
     text += f"{predicted['alone']['round_ms']:.1f} ms a round, measured {figures['round_ms']:.1f} "
+    text += "" if "side_by_side" in predicted else "in one program, which saves the launches "
     text += f"({predicted['alone']['round_error']:+.0%})"
     if "side_by_side" in predicted:
         busy, gap = figures["side_by_side_ms"], figures["occupied_ms"]["neither"]
+        gaps = f"+ gaps {gap:.1f} " if gap >= 0.05 else ""
         text += (
-            f"; at work at once the programs slow each other: {_terms(busy, figures['devices'])} + gaps {gap:.1f} = "
+            f"; at work at once the programs slow each other: {_terms(busy, figures['devices'])} {gaps}= "
             f"{predicted['side_by_side']['round_ms']:.1f} ms ({predicted['side_by_side']['round_error']:+.0%})"
         )
     return text + "."
@@ -112,13 +115,15 @@ def _verdict(result: Mapping[str, Any]) -> str:
         verify = one["alone_ms"]["verify"]
         reasons = [f"drafting every outcome costs {packed / draft:.1f} single drafts"]
         if packed > verify:
-            reasons.append(f"that outlasts verification ({packed:.1f} against {verify:.1f} ms), so it cannot all hide")
+            reasons.append(
+                f"it outlasts verification ({packed:.1f} against {verify:.1f} ms) and cannot all hide behind it"
+            )
         if one["tau"] < other["tau"]:
             reasons.append(
                 f"drafts made before the bonus token is known are accepted less (tau {one['tau']:.2f} against "
                 f"{other['tau']:.2f})"
             )
-        text += ": " + ", and ".join(", ".join(reasons).rsplit(", ", 1) if len(reasons) > 1 else reasons)
+        text += ": " + "; ".join(reasons)
     return text + "."
 
 

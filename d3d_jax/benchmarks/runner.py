@@ -98,12 +98,16 @@ class LaneRun:
 
 @dataclass
 class BenchRun:
-    """All lanes' outputs. compile_s, compilations: of warm-up; compilations_after: of all that was measured."""
+    """All lanes' outputs.
+
+    compile_s, compilations, from_cache: of warm-up (see :class:`CompileCounter`); compilations_after: while measuring.
+    """
 
     task: Task
     lanes: dict[str, LaneRun]
     compile_s: float = 0.0
     compilations: int = 0
+    from_cache: int = 0
     compilations_after: int = 0
 
 
@@ -150,7 +154,7 @@ def run_lanes(
                 warm.add(id(lane.engine))
             run.lanes[name].warm_up_s = clock() - begin
             advance(name)
-    run.compile_s, run.compilations = compiled.seconds, compiled.count
+    run.compile_s, run.compilations, run.from_cache = compiled.seconds, compiled.count, compiled.from_cache
     order = list(lanes)
     with counter() as compiled:
         for number, prompt in enumerate(task.prompts):

@@ -56,6 +56,7 @@ def summarize(
             "seconds": sum(one.warm_up_s for one in run.lanes.values()),
             "compile_seconds": run.compile_s,
             "compilations": run.compilations,
+            "from_cache": run.from_cache,
         },
         "compilations_after_warm_up": run.compilations_after,
     }

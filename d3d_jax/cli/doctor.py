@@ -116,7 +116,7 @@ def report_devices() -> bool:
         alike = [device for device in devices if (device.platform, device.device_kind) == kind]
         line("ok", f"{len(alike)} x {kind[1]} ({kind[0]}){memory_words(alike[0])}")
     if devices[0].platform == "cpu":
-        from d3d_jax.benchmarks.provenance import processor
+        from d3d_jax.devices.host import processor
 
         line("ok", f"{os.cpu_count()} cores: {processor()}")
         line("--", "no accelerator: figures from here say nothing about one")

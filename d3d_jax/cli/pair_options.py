@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from d3d_jax.devices.host import KINDS, device_pair, prepare_cpu
+from d3d_jax.devices.host import KINDS, device_pair, keep_programs, prepare_cpu
 from d3d_jax.errors import CapacityError, ConfigError
 
 if TYPE_CHECKING:
@@ -84,6 +84,7 @@ def start_devices(kind: str | None) -> tuple[jax.Device, jax.Device]:
     if kind in (None, "cpu"):
         prepare_cpu(2)
     devices = device_pair(kind)
+    keep_programs()
     import jax
 
     # An accelerator would round float32 products to fewer bits, and the modes' tokens might part.

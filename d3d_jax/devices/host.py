@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import platform
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from d3d_jax.errors import DeviceError
@@ -90,6 +93,52 @@ def describe(devices: tuple[jax.Device, ...]) -> str:
         threads = " of one thread each" if f"{_THREADS}=false" in os.environ.get("XLA_FLAGS", "").split() else ""
         return f"CPU: {len(distinct)} host device{many}{threads}, on {cores} core{'' if cores == 1 else 's'}"
     return f"{distinct[0].platform.upper()}: {len(distinct)} x {distinct[0].device_kind}"
+
+
+def processor() -> str:
+    """The name of the host's processor."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, "") or platform.processor() or platform.machine()
+
+
+def keep_programs() -> Path | None:
+    """Have JAX keep compiled programs on disk, so that the next run of a command finds them.
+
+    They go to the user's cache folder, apart for each processor, since a program for one may not run on another.
+    A `JAX_COMPILATION_CACHE_DIR` in the environment wins; an empty one turns keeping off.
+
+    Returns:
+        The folder; None where the environment decides, or no folder can be made.
+    """
+    if "JAX_COMPILATION_CACHE_DIR" in os.environ:
+        return None
+    import jax
+
+    try:
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        folder = base / "d3d-jax" / "programs" / hashlib.sha256(_cpu_facts().encode()).hexdigest()[:12]
+        folder.mkdir(parents=True, exist_ok=True)
+    except (OSError, RuntimeError):  # no home, or one that cannot be written to
+        return None
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+    return folder
+
+
+def _cpu_facts() -> str:
+    """What a program for this processor depends on: its name and instruction sets."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    wanted = ("model name", "flags", "Features", "CPU part")
+    facts = {line for line in lines if line.partition(":")[0].strip() in wanted}
+    return "\n".join([processor(), platform.machine(), *sorted(facts)])
 
 
 def _found() -> str:

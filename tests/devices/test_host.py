@@ -66,3 +66,17 @@ def test_a_pair_is_two_devices_or_one_twice(monkeypatch):
     monkeypatch.setattr(jax, "devices", lambda kind=None: one)
     assert host.device_pair("cpu") == (one[0], one[0])
     assert "1 host device" in host.describe((one[0], one[0]))
+
+
+def test_compiled_programs_are_kept_unless_the_environment_decides(monkeypatch, tmp_path):
+    kept = {}
+    monkeypatch.setattr(jax.config, "update", kept.__setitem__)
+    assert host.keep_programs() is None and kept == {}  # the tests' own setting stands
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder = host.keep_programs()
+    assert folder.is_dir() and tmp_path in folder.parents
+    assert kept["jax_compilation_cache_dir"] == str(folder)
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert host.keep_programs() is None
