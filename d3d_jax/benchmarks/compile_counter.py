@@ -31,10 +31,10 @@ class CompileCounter:
         jax.monitoring.unregister_event_duration_listener(self._took)
         jax.monitoring.unregister_event_listener(self._happened)
 
-    def _took(self, event: str, duration: float, **_: Any) -> None:
+    def _took(self, event: str, duration_secs: float, **_: Any) -> None:
         if event == _COMPILED:
             self.count += 1
-            self.seconds += duration
+            self.seconds += duration_secs
 
     def _happened(self, event: str, **_: Any) -> None:
         self.from_cache += event == _FOUND

@@ -118,6 +118,11 @@ def _verdict(result: Mapping[str, Any]) -> str:
             reasons.append(
                 f"it outlasts verification ({packed:.1f} against {verify:.1f} ms) and cannot all hide behind it"
             )
+        beside = one.get("side_by_side_ms", {}).get("verify", verify)
+        if beside > 1.1 * verify:
+            reasons.append(
+                f"the two devices share this machine (verification takes {beside / verify:.1f}x beside drafting)"
+            )
         if one["tau"] < other["tau"]:
             reasons.append(
                 f"drafts made before the bonus token is known are accepted less (tau {one['tau']:.2f} against "

@@ -162,6 +162,7 @@ def settings(args: argparse.Namespace, pair: OpenedPair, decode: dict, max_len: 
     """What the figures depend on besides devices and versions."""
     from d3d_jax.config import to_mapping
 
+    assert pair.drafter is not None
     return {
         "target": {"path": args.target or "embedded", **to_mapping(pair.target.config)},
         "drafter": {
@@ -183,6 +184,7 @@ def settings(args: argparse.Namespace, pair: OpenedPair, decode: dict, max_len: 
 def pair_in_words(pair: OpenedPair) -> str:
     from d3d_jax.models.qwen3 import parameter_count
 
+    assert pair.drafter is not None  # --target and --draft go together
     target, drafter = (parameter_count(source.config) / 1e6 for source in (pair.target, pair.drafter))
     return f"{target:.1f}M target, {drafter:.1f}M drafter, blocks of {pair.block_size}"
 
