@@ -210,7 +210,7 @@ class LossConfig:
 
     ar_weight: float = 1.0
     gamma: float | None = None
-    chunk: int = 1024
+    chunk: int = 128
     prompt_weight: float = 0.0
 
 

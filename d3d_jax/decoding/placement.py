@@ -18,6 +18,7 @@ from d3d_jax.models.cache import KVCache, empty_cache
 from d3d_jax.models.qwen3 import Params, for_decoding
 
 BUCKETS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)  # padded prompt lengths that get a program
+STOP_IDS = 8  # stop ids are padded to a multiple of this
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,10 @@ def prompt_batch(
     tokens = np.zeros((len(prompts), bucket(int(lengths.max()), side.max_len)), np.int32)
     for row, prompt in enumerate(prompts):
         tokens[row, : len(prompt)] = prompt
-    stop = Stop(np.unique(np.array(stop_ids, np.int32)), lengths + np.int32(max_new_tokens))
+    # Few or many stop ids must not be a program each: fill up with an id that is no token's.
+    ids = np.full(max(STOP_IDS, -(-len(stop_ids) // STOP_IDS) * STOP_IDS), -1, np.int32)
+    ids[: len(stop_ids)] = stop_ids
+    stop = Stop(ids, lengths + np.int32(max_new_tokens))
     placed = jax.device_put((tokens, lengths, stop), side.device)
     return PromptBatch(placed[0], placed[1], to_device(sampling, side.device), placed[2])
 

@@ -41,14 +41,14 @@ def verify_recorded(
     stop: Stop,
     config: ModelConfig,
 ) -> tuple[KVCache, Outcome, jax.Array]:
-    """`programs.verify` of the block that follows `outcome`, with the round's record as int32 [B, G + 3]."""
+    """`programs.verify` of the block that follows `outcome`, with the round's record as int32 [B, G + 4]."""
     cache, after, own = verify(params, block_BG, outcome.done, cache, sampling, stop, config)
-    columns = [after.accepted, hit_B.astype(jnp.int32), outcome.done.astype(jnp.int32)]
-    return cache, after, jnp.concatenate([own, jnp.stack(columns, axis=1)], axis=1)
+    columns = jnp.stack([after.accepted, hit_B, outcome.done, after.done], axis=1, dtype=jnp.int32)
+    return cache, after, jnp.concatenate([own, columns], axis=1)
 
 
 def drive(launch: Callable[[int], jax.Array], lookahead: int) -> list[RoundRecord]:
-    """Launch rounds until every row is done; return their records, those past the end left out.
+    """Launch rounds until every row is done; return the records of the rounds up to there.
 
     `launch(number)` enqueues a round and returns its record, unread. The host stays `lookahead` rounds ahead
     of what it reads, so a device never waits for it.
@@ -63,11 +63,10 @@ def drive(launch: Callable[[int], jax.Array], lookahead: int) -> list[RoundRecor
             unread.append(record)
             number += 1
             if len(unread) >= lookahead:
-                values = jax.device_get(unread.popleft())
-                done = values[:, -1].astype(bool)
-                if done.all():
+                *emitted, accepted, hit, done, ended = jax.device_get(unread.popleft()).T
+                records.append(RoundRecord(np.stack(emitted, axis=1), accepted, hit.astype(bool), done.astype(bool)))
+                if ended.all():
                     return records
-                records.append(RoundRecord(values[:, :-3], values[:, -3], values[:, -2].astype(bool), done))
 
 
 def collect(

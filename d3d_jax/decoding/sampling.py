@@ -54,7 +54,7 @@ def filtered(logits_BTV: jax.Array, sampling: Sampling) -> jax.Array:
     ordered = jnp.where((top_k == 0) | (rank < top_k), ordered, -jnp.inf)
     probability = jax.nn.softmax(ordered, axis=-1)
     before = jnp.cumsum(probability, axis=-1) - probability
-    kept = (before < top_p) & (probability >= min_p * probability[..., :1]) & (ordered > -jnp.inf)
+    kept = ((top_p >= 1) | (before < top_p)) & (probability >= min_p * probability[..., :1]) & (ordered > -jnp.inf)
     last = jnp.sum(kept, axis=-1, keepdims=True) - 1
     threshold = jnp.take_along_axis(ordered, jnp.maximum(last, 0), axis=-1)
     return jnp.where(scaled >= threshold, scaled, -jnp.inf)
