@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="row i of the file samples with seed + i")
     parser.add_argument("--shard", default="0/1", help="i/n: every n-th question, from the i-th")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.epilog = "example: d3d respond --model-path Qwen3-8B --input prompts.jsonl --output responses-0.jsonl --shard 0/8"
+    parser.epilog = "example: d3d respond --model-path Qwen3-8B --input prompts.jsonl --output out-0.jsonl --shard 0/8"
 
 
 def run(args: argparse.Namespace) -> int:
@@ -62,12 +62,19 @@ def run(args: argparse.Namespace) -> int:
 
     def generate(prompts: list[list[int]]) -> list[tuple[list[int], bool]]:
         settings = [
-            SamplingParams(args.temperature, args.top_k, args.top_p, seed=by_prompt[tuple(prompt)]) for prompt in prompts
+            SamplingParams(args.temperature, args.top_k, args.top_p, seed=by_prompt[tuple(prompt)])
+            for prompt in prompts
         ]
         completions = engine.generate(prompts, args.max_new_tokens, stop, settings)
         return [(list(c.ids), c.finish_reason == "stop") for c in completions]
 
-    columns = (TextColumn("responses"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[now]}"))
+    columns = (
+        TextColumn("responses"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[now]}"),
+    )
     with Progress(*columns) as progress:
         task = progress.add_task("", total=len(asked), now="")
         longest = args.max_len - args.max_new_tokens - 4

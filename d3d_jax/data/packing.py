@@ -183,7 +183,7 @@ def block_starts(
     place = _ranks(row, start)
     for array, values in zip(plan, (start, visible, length), strict=True):
         array[row, place] = values
-    return BlockPlan(*plan, dropped)
+    return BlockPlan(plan[0], plan[1], plan[2], dropped)
 
 
 def _check(document: Document, number: int) -> None:

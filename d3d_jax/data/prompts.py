@@ -50,7 +50,7 @@ def load_prompts(path: str | Path) -> list[Prompt]:
     object, or an id that occurs twice.
     """
     prompts: list[Prompt] = []
-    for where, record in _records(path):
+    for where, record in records(path):
         turns = record.get("turns")
         if not isinstance(turns, list) or not turns or not all(_is_text(turn) for turn in turns):
             raise DataError(f"{where}: 'turns' is {_shown(turns)}; expected a list of at least one non-empty text")
@@ -71,7 +71,7 @@ def load_conversations(path: str | Path) -> list[Conversation]:
     no such object, an unknown role, a content that is not text, or an id that occurs twice.
     """
     conversations: list[Conversation] = []
-    for where, record in _records(path):
+    for where, record in records(path):
         turns = record.get("conversations")
         if not isinstance(turns, list) or not turns:
             raise DataError(
@@ -100,7 +100,7 @@ def _message(where: str, turn: object) -> dict[str, str]:
     return message
 
 
-def _records(path: str | Path) -> Iterator[tuple[str, dict]]:
+def records(path: str | Path) -> Iterator[tuple[str, dict]]:
     """(where, object) of every non-blank line; `where` is ``file:line`` for messages."""
     path = Path(path)
     if not path.is_file():

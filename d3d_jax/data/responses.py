@@ -34,6 +34,25 @@ class Counts:
     skipped: int
 
 
+class Tally:
+    """Counts as they grow."""
+
+    def __init__(self) -> None:
+        self.answered = self.truncated = self.empty = self.skipped = 0
+
+    def add(self, response: Sequence[int], finished: bool) -> None:
+        """One more response: a finished one of nothing but its stop token is empty."""
+        if not finished:
+            self.truncated += 1
+        elif len(response) <= 1:
+            self.empty += 1
+        else:
+            self.answered += 1
+
+    def counts(self) -> Counts:
+        return Counts(self.answered, self.truncated, self.empty, self.skipped)
+
+
 def questions(conversations: Sequence[Conversation], tokenizer: Any) -> list[Question]:
     """The first user turn of each conversation as a prompt, thinking off."""
     found = []
@@ -55,14 +74,14 @@ def respond(
     output = Path(output)
     output.parent.mkdir(parents=True, exist_ok=True)
     done = _answered(output)
-    answered = truncated = empty = 0
+    tally = Tally()
     for row in done.values():
-        answered, truncated, empty = _count(row["ids"][row["prompt_length"] :], row["finished"], answered, truncated, empty)
+        tally.add(row["ids"][row["prompt_length"] :], row["finished"])
     fitting = [question for question in asked if len(question.prompt) <= longest_prompt]
-    skipped = len(asked) - len(fitting)
+    tally.skipped = len(asked) - len(fitting)
     # Rows of a batch wait for its longest: the length of the answer at hand tells who is alike.
     waiting = sorted((q for q in fitting if q.id not in done), key=lambda q: (q.answer_length, len(q.prompt)))
-    yield Counts(answered, truncated, empty, skipped)
+    yield tally.counts()
     with output.open("a") as file:
         for first in range(0, len(waiting), batch_size):
             batch = waiting[first : first + batch_size]
@@ -76,15 +95,9 @@ def respond(
                     "finished": finished,
                 }
                 file.write(json.dumps(row, separators=(",", ":")) + "\n")
-                answered, truncated, empty = _count(ids, finished, answered, truncated, empty)
+                tally.add(ids, finished)
             file.flush()
-            yield Counts(answered, truncated, empty, skipped)
-
-
-def _count(ids: Sequence[int], finished: bool, answered: int, truncated: int, empty: int) -> tuple[int, int, int]:
-    if not finished:
-        return answered, truncated + 1, empty
-    return (answered, truncated, empty + 1) if len(ids) <= 1 else (answered + 1, truncated, empty)
+            yield tally.counts()
 
 
 def _answered(output: Path) -> dict[str, dict]:

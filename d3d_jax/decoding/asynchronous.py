@@ -12,6 +12,7 @@ Programs of a round, by miss policy:
 from __future__ import annotations
 
 import time
+from functools import partial
 
 import jax
 
@@ -55,28 +56,27 @@ class Asynchronous:
         config = placed.target.config
 
         def select_verify(params, successors, outcome, *rest):
-            return verify_recorded(params, *select(successors, outcome), outcome, *rest, config)
+            block, hit = select(successors, outcome)
+            return verify_recorded(params, block, hit, outcome, *rest, config=config)
 
         def select_packed(params, successors, outcome, state, sampling):
             block, _ = select(successors, outcome)
             return packed_after(params, block, selected_confidence(state, outcome), outcome, state, sampling, how)
 
-        self._prefill_target = jax.jit(lambda *args: prefill_target(*args, config), donate_argnums=2)
-        self._prefill_drafter = jax.jit(lambda *args: prefill_drafter(*args, how), donate_argnums=2)
+        self._prefill_target = jax.jit(partial(prefill_target, config=config), donate_argnums=2)
+        self._prefill_drafter = jax.jit(partial(prefill_drafter, how=how), donate_argnums=2)
         # A donated argument's memory becomes the result's: the caches, which no other program reads.
         self._select_verify = jax.jit(select_verify, donate_argnums=3)
         self._select_packed = jax.jit(select_packed, donate_argnums=3)
-        self._choose = jax.jit(lambda *args: redraft_missed(*args, how))
-        self._verify = jax.jit(lambda *args: verify_recorded(*args, config), donate_argnums=4)
-        self._packed = jax.jit(lambda *args: packed_after(*args, how), donate_argnums=4)
+        self._choose = jax.jit(partial(redraft_missed, how=how))
+        self._verify = jax.jit(partial(verify_recorded, config=config), donate_argnums=4)
+        self._packed = jax.jit(partial(packed_after, how=how), donate_argnums=4)
 
     def __call__(self, batch: PromptBatch, observer: Observer) -> Decoded:
         begin = time.perf_counter()
         target, drafter, count = self._target, self._drafter, batch.tokens.shape[0]
         there = jax.device_put(PromptBatch(*batch), drafter.device)
-        cache, outcome = self._prefill_target(
-            target.params, batch[:2], target.cache(count), batch.sampling, batch.stop
-        )
+        cache, outcome = self._prefill_target(target.params, batch[:2], target.cache(count), batch.sampling, batch.stop)
         state, successors = self._prefill_drafter(drafter.params, there[:2], drafter.cache(count), there.sampling)
         jax.block_until_ready((outcome, successors))
         ready = time.perf_counter()

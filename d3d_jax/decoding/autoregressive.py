@@ -6,6 +6,7 @@ This is the baseline of every speed-up, so the whole loop is one program: no hos
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -77,8 +78,8 @@ class Autoregressive:
     def __init__(self, placed: Placed):
         self._target = placed.target
         config = placed.target.config
-        self._prefill = jax.jit(lambda *args: prefill_target(*args, config), donate_argnums=2)
-        self._loop = jax.jit(lambda *args: decode_autoregressively(*args, config), donate_argnums=1)
+        self._prefill = jax.jit(partial(prefill_target, config=config), donate_argnums=2)
+        self._loop = jax.jit(partial(decode_autoregressively, config=config), donate_argnums=1)
 
     def __call__(self, batch: PromptBatch, observer: Observer) -> Decoded:
         begin = time.perf_counter()

@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 
-
 MAKES_BLOCK = ("choose", "draft")  # programs whose block the rest of their round needs
 
 

@@ -97,9 +97,9 @@ def prompt_batch(
     # Few or many stop ids must not be a program each: fill up with an id that is no token's.
     ids = np.full(max(STOP_IDS, -(-len(stop_ids) // STOP_IDS) * STOP_IDS), -1, np.int32)
     ids[: len(stop_ids)] = stop_ids
-    stop = Stop(ids, lengths + np.int32(max_new_tokens))
-    placed = jax.device_put((tokens, lengths, stop), side.device)
-    return PromptBatch(placed[0], placed[1], to_device(sampling, side.device), placed[2])
+    limit = lengths + np.int32(max_new_tokens)
+    placed, lengths, ids, limit = jax.device_put((tokens, lengths, ids, limit), side.device)
+    return PromptBatch(placed, lengths, to_device(sampling, side.device), Stop(ids, limit))
 
 
 def check_pair(target: Model, drafter: Model | None, decode: DecodeConfig, num_token_ids: int) -> None:
@@ -115,7 +115,9 @@ def check_pair(target: Model, drafter: Model | None, decode: DecodeConfig, num_t
         return
     if drafter is None or drafter.drafter is None:
         found = "no drafter" if drafter is None else "a model without d3d_config"
-        raise CompatibilityError(f"mode {decode.mode!r} needs a trained drafter, but there is {found}; or use mode 'ar'")
+        raise CompatibilityError(
+            f"mode {decode.mode!r} needs a trained drafter, but there is {found}; or use mode 'ar'"
+        )
     if drafter.config.vocab_size != rows:
         raise CompatibilityError(
             f"target and drafter have {rows} and {drafter.config.vocab_size} vocabulary rows; they must share one "
@@ -152,4 +154,3 @@ def check_request(
                 f"prompt {number} has {len(prompt)} tokens; with max_new_tokens={max_new_tokens} that is {text}, and "
                 f"there is room for {limit}; shorten the prompt, lower max_new_tokens or raise max_len"
             )
-

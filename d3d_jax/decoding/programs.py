@@ -71,7 +71,8 @@ def prefill_drafter(
     tokens, confidence = _drafts(params, hidden, prompt_length_B[:, None], None, sampling, how)
     everywhere = jnp.broadcast_to(tokens, (batch, size, size))
     state = DraftState(
-        cache._replace(length=prompt_length_B - 1), jnp.broadcast_to(confidence, (batch, size, size)).astype(jnp.float32)
+        cache._replace(length=prompt_length_B - 1),
+        jnp.broadcast_to(confidence, (batch, size, size)).astype(jnp.float32),
     )
     return state, Successors(everywhere, jnp.zeros((batch, size), bool).at[:, 0].set(True))
 
@@ -192,9 +193,10 @@ def redraft_missed(
     block, hit = select(successors, outcome)
     kept = selected_confidence(state, outcome)
 
-    def again(_: None) -> tuple[jax.Array, jax.Array]:
+    def again(nothing_more: None) -> tuple[jax.Array, jax.Array]:
         cache = advance(state.cache, outcome)
         nothing = jnp.zeros((block.shape[0], 0), jnp.int32)
+        del nothing_more
         fresh, sure, _ = anchored_draft(params, nothing, outcome.bonus, cache.length, cache, sampling, how)
         return jnp.where(hit[:, None], block, fresh), jnp.where(hit[:, None], kept, sure)
 

@@ -6,6 +6,7 @@ On one device the whole loop is one program; on two, or when watched, a round is
 from __future__ import annotations
 
 import time
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -92,19 +93,20 @@ class Synchronous:
         self._target, self._drafter, self._decode = placed.target, drafter, placed.decode
         self._one_program = placed.target.device == drafter.device and not placed.decode.step_by_step
         config = placed.target.config
-        self._prefill_target = jax.jit(lambda *args: prefill_target(*args, config), donate_argnums=2)
-        self._prefill_drafter = jax.jit(lambda *args: prefill_drafter(*args, how)[0].cache, donate_argnums=2)
-        self._previous = jax.jit(lambda tokens, lengths: in_flight_at_prompt_end(tokens, lengths, how))
-        self._loop = jax.jit(lambda *args: decode_synchronously(*args, config, how), donate_argnums=(2, 3))
-        self._draft = jax.jit(lambda *args: draft(*args, how), donate_argnums=3)
-        self._verify = jax.jit(lambda *args: verify_recorded(*args, config), donate_argnums=4)
+        self._prefill_target = jax.jit(partial(prefill_target, config=config), donate_argnums=2)
+        self._prefill_drafter = jax.jit(partial(prefill_drafter, how=how), donate_argnums=2)
+        self._previous = jax.jit(partial(in_flight_at_prompt_end, how=how))
+        self._loop = jax.jit(partial(decode_synchronously, config=config, how=how), donate_argnums=(2, 3))
+        self._draft = jax.jit(partial(draft, how=how), donate_argnums=3)
+        self._verify = jax.jit(partial(verify_recorded, config=config), donate_argnums=4)
 
     def __call__(self, batch: PromptBatch, observer: Observer) -> Decoded:
         begin = time.perf_counter()
         target, drafter, count = self._target, self._drafter, batch.tokens.shape[0]
         there = jax.device_put(PromptBatch(*batch), drafter.device)
         cache, outcome = self._prefill_target(target.params, batch[:2], target.cache(count), batch.sampling, batch.stop)
-        draft_cache = self._prefill_drafter(drafter.params, there[:2], drafter.cache(count), there.sampling)
+        state, _ = self._prefill_drafter(drafter.params, there[:2], drafter.cache(count), there.sampling)
+        draft_cache = state.cache
         previous = self._previous(*there[:2])
         jax.block_until_ready((outcome, draft_cache.length))
         ready = time.perf_counter()

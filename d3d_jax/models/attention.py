@@ -6,10 +6,10 @@ Each function makes an `Attend` for `models.layers.layer`.
 from __future__ import annotations
 
 import jax
-from d3d_kernels import Intervals, interval_attention, interval_decode
 
 from d3d_jax.models.cache import write
 from d3d_jax.models.layers import Attend
+from d3d_kernels import Intervals, interval_attention, interval_decode
 
 
 def attend_within(intervals: Intervals, backend: str = "auto") -> Attend:
@@ -36,9 +36,8 @@ def attend_cached(
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         k_slots = write(k_cache_BKSH, k[:, :, :num_clean], start_B)
         v_slots = write(v_cache_BKSH, v[:, :, :num_clean], start_B)
-        masked = {}
-        if num_clean < k.shape[2]:
-            masked = {"k_new_BKTH": k[:, :, num_clean:], "v_new_BKTH": v[:, :, num_clean:]}
-        return interval_decode(q, k_slots, v_slots, intervals, backend=backend, **masked), (k_slots, v_slots)
+        k_new, v_new = (k[:, :, num_clean:], v[:, :, num_clean:]) if num_clean < k.shape[2] else (None, None)
+        output = interval_decode(q, k_slots, v_slots, intervals, k_new_BKTH=k_new, v_new_BKTH=v_new, backend=backend)
+        return output, (k_slots, v_slots)
 
     return attend

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from d3d_kernels import Intervals, packed_intervals, verify_intervals
 
 from d3d_jax.config import DrafterConfig, ModelConfig
 from d3d_jax.models.cache import KVCache
 from d3d_jax.models.qwen3 import Params, cached_forward
+from d3d_kernels import Intervals, packed_intervals, verify_intervals
 
 
 def draft_pass(

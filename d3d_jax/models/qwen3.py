@@ -13,13 +13,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from d3d_kernels import Intervals, causal_intervals, verify_intervals
 from flax import nnx
 
 from d3d_jax.config import ModelConfig
 from d3d_jax.models.attention import attend_cached, attend_within
 from d3d_jax.models.cache import KVCache
 from d3d_jax.models.layers import Param, layer, layer_table, linear, rms_norm, rotation
+from d3d_kernels import Intervals, causal_intervals, verify_intervals
 
 Params = dict[str, Any]
 

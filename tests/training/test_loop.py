@@ -49,9 +49,9 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The copy task: `1 x x x 2`, and the response is `x x x 3`."""
     path, rng = tmp_path_factory.mktemp("corpus") / "copy.jsonl", np.random.default_rng(0)
     with path.open("w") as file:
-        for _ in range(80):
+        for number in range(80):
             word = rng.integers(4, MASK, 3).tolist()
-            file.write(json.dumps({"ids": [1, *word, 2, *word, 3], "prompt_length": 5}) + "\n")
+            file.write(json.dumps({"id": str(number), "ids": [1, *word, 2, *word, 3], "prompt_length": 5}) + "\n")
     return path
 
 
@@ -316,8 +316,8 @@ def test_a_drafter_that_is_trained_on_keeps_its_own_mask_row(config, folder, tmp
         ({"model": None, "init": "FOLDER", "init_layers": (0, 2)}, ConfigError, r"init_layers=\(0, 2\) must pick"),
         ({"model": None, "init": "FOLDER", "init_layers": ()}, ConfigError, r"init_layers=\(\) must pick"),
         ({"loss": LossConfig()}, ConfigError, "loss.gamma has no default for block_size=4"),
-        ({"train_data": "nowhere.jsonl"}, DataError, "'nowhere.jsonl' does not exist"),
-        ({"validation_data": "nowhere.jsonl"}, DataError, "'nowhere.jsonl' does not exist"),
+        ({"train_data": "nowhere.jsonl"}, DataError, "nowhere.jsonl: no such file"),
+        ({"validation_data": "nowhere.jsonl"}, DataError, "nowhere.jsonl: no such file"),
         ({"model": dataclasses.replace(MODEL, vocab_size=18), "mask_token_id": 17}, DataError, "token id 19, but the"),
         ({"batch_size": 400}, DataError, "batch_size 400; expected a batch to fit"),
         ({"batch_size": 3}, ConfigError, "batch_size=3 does not divide by the 2 parts of the mesh"),
