@@ -67,9 +67,12 @@ def decode_autoregressively(
         ended = done | jnp.isin(following, stop.ids) | (length + 1 >= stop.limit)
         return cache._replace(length=length), Outcome(jnp.zeros_like(following), following, ended), written
 
+    alone = outcome.bonus.shape[0] == 1
+    if alone:
+        cache = cache.single_row()
     carry = (cache, outcome, start_writing(outcome.bonus, cache.capacity))
     cache, _, written = jax.lax.while_loop(lambda carry: ~jnp.all(carry[1].done), body, carry)
-    return written, cache
+    return written, cache.with_batch_axis() if alone else cache
 
 
 class Autoregressive:

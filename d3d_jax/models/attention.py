@@ -37,7 +37,8 @@ def attend_cached(
         k_slots = write(k_cache_BKSH, k[:, :, :num_clean], start_B)
         v_slots = write(v_cache_BKSH, v[:, :, :num_clean], start_B)
         k_new, v_new = (k[:, :, num_clean:], v[:, :, num_clean:]) if num_clean < k.shape[2] else (None, None)
-        output = interval_decode(q, k_slots, v_slots, intervals, k_new_BKTH=k_new, v_new_BKTH=v_new, backend=backend)
+        rows = (k_slots[None], v_slots[None]) if k_slots.ndim == 3 else (k_slots, v_slots)
+        output = interval_decode(q, *rows, intervals, k_new_BKTH=k_new, v_new_BKTH=v_new, backend=backend)
         return output, (k_slots, v_slots)
 
     return attend

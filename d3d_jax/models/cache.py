@@ -24,7 +24,19 @@ class KVCache(NamedTuple):
     @property
     def capacity(self) -> int:
         """S, slots of each row."""
-        return self.k[0].shape[2]
+        return self.k[0].shape[-2]
+
+    def single_row(self) -> KVCache:
+        """A cache of one row without its batch axis: each array [K, S, H].
+
+        For loops on the device. XLA on CPU copies every array with an axis of length 1 on each turn of a loop
+        that writes a single token to it (measured: 3.6 against 2.3 ms a token for twelve layers).
+        """
+        return KVCache(tuple(k[0] for k in self.k), tuple(v[0] for v in self.v), self.length)
+
+    def with_batch_axis(self) -> KVCache:
+        """The usual form of a `single_row`."""
+        return KVCache(tuple(k[None] for k in self.k), tuple(v[None] for v in self.v), self.length)
 
 
 def empty_cache(config: ModelConfig, batch: int, capacity: int, dtype: jnp.dtype = jnp.float32) -> KVCache:
@@ -45,6 +57,8 @@ def write(slots_BKSH: jax.Array, new_BKTH: jax.Array, start_B: jax.Array) -> jax
     callers prove the room on the host first (`slots_past_end`).
     """
     new_BKTH = new_BKTH.astype(slots_BKSH.dtype)
+    if slots_BKSH.ndim == 3:  # `KVCache.single_row`
+        return jax.lax.dynamic_update_slice(slots_BKSH, new_BKTH[0], (0, start_B[0], 0))
     if slots_BKSH.shape[0] == 1:  # an update in place; a batched start becomes a scatter
         return jax.lax.dynamic_update_slice(slots_BKSH, new_BKTH, (0, 0, start_B[0], 0))
     return jax.vmap(lambda slots, new, start: jax.lax.dynamic_update_slice(slots, new, (0, start, 0)))(

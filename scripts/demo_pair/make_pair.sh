@@ -20,7 +20,7 @@ fi
 }
 for set in train validation; do
     [ -f "$set-responses.jsonl" ] || {
-        d3d respond --model-path target --input "$set.jsonl" --output "$set-part.jsonl" --max-new-tokens 224 --max-len 384 --batch-size 64
+        d3d respond --model-path target --input "$set.jsonl" --output "$set-part.jsonl" --max-new-tokens 128 --max-len 288 --batch-size 64
         mv "$set-part.jsonl" "$set-responses.jsonl"
     }
 done

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from d3d_jax.config import DecodeConfig, SamplingParams
-from tests.decoding.conftest import PROMPTS, SAMPLED, SMALL, build, random_model, shared
+
+from .conftest import PROMPTS, SAMPLED, SMALL, build, random_model, shared
 
 GREEDY = SamplingParams()
 POLICIES = [

@@ -6,7 +6,8 @@ import pytest
 
 from d3d_jax.config import DecodeConfig, SamplingParams
 from d3d_jax.errors import CapacityError, CompatibilityError, ConfigError
-from tests.decoding.conftest import CONFIG, MAX_LEN, PROMPTS, SAMPLED, SMALL, build, random_model, shared
+
+from .conftest import CONFIG, MAX_LEN, PROMPTS, SAMPLED, SMALL, build, random_model, shared
 
 MODES = [{"mode": "sync"}, {"mode": "async", "miss": "keep"}, {"mode": "async", "miss": "redraft"}]
 

@@ -1,0 +1,74 @@
+"""The embedded pair as it is shipped: exact in every mode, drafting well, small."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import pytest
+
+import d3d_jax.demo as demo
+from d3d_jax.config import DecodeConfig, SamplingParams
+from d3d_jax.data.chat import encode_prompt
+from d3d_jax.data.prompts import load_prompts
+from d3d_jax.decoding.engine import Engine
+from d3d_jax.decoding.loading import load_pair
+
+LANES = {
+    "ar": (DecodeConfig(mode="ar"), 1),
+    "sync": (DecodeConfig(mode="sync", block_size=8), 1),
+    "sync-two-devices": (DecodeConfig(mode="sync", block_size=8), 2),
+    "async-redraft": (DecodeConfig(mode="async", block_size=8), 2),
+    "async-keep": (DecodeConfig(mode="async", block_size=8, miss="keep"), 2),
+    "async-one-device": (DecodeConfig(mode="async", block_size=8, outcomes=3), 1),
+}
+SETTINGS = {"greedy": SamplingParams(), "sampled": SamplingParams(temperature=0.8, seed=3)}
+
+
+@pytest.fixture(scope="module")
+def completions():
+    """Of every lane and setting, the completions of four GSM8K test questions."""
+    pair = load_pair(demo.target_folder(), demo.drafter_folder())
+    prompts = [encode_prompt(pair.tokenizer, prompt.messages()) for prompt in load_prompts(demo.prompts_file())[:4]]
+    found = {}
+    for name, (decode, devices) in LANES.items():
+        places = (jax.devices()[0], jax.devices()[devices - 1])
+        engine = Engine(
+            pair.target, pair.drafter, decode, devices=places, max_len=384, num_token_ids=pair.num_token_ids
+        )
+        for setting, sampling in SETTINGS.items():
+            found[name, setting] = [engine.generate([p], 128, pair.stop_ids, sampling)[0] for p in prompts]
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("lane", [name for name in LANES if name != "ar"])
+def test_every_mode_gives_the_targets_own_tokens(completions, lane, setting):
+    assert [c.ids for c in completions[lane, setting]] == [c.ids for c in completions["ar", setting]]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_drafts_are_as_good_as_the_model_card_says(completions):
+    """Right output can hide a starved drafter: acceptance has a floor of its own."""
+    rounds = [r for c in completions["sync", "greedy"] for r in c.rounds]
+    assert sum(r.accepted + 1 for r in rounds) / len(rounds) > 3.3
+    rounds = [r for c in completions["async-redraft", "greedy"] for r in c.rounds]
+    assert sum(r.accepted + 1 for r in rounds) / len(rounds) > 2.6
+    assert sum(r.hit is True for r in rounds) / len(rounds) > 0.7
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_synchronous_rounds_do_not_depend_on_the_number_of_programs(completions):
+    for setting in SETTINGS:
+        assert [c.rounds for c in completions["sync", setting]] == [
+            c.rounds for c in completions["sync-two-devices", setting]
+        ]
+
+
+def test_the_pair_is_small():
+    files = [path for path in Path(demo.__file__).parent.rglob("*") if path.is_file() and path.suffix != ".pyc"]
+    assert sum(path.stat().st_size for path in files) < 30e6
