@@ -62,7 +62,7 @@ def test_every_example_config_loads(name: str):
 def test_groups_become_dataclasses_and_what_is_left_out_its_default(file):
     config = load(TrainConfig, file(TRAIN))
     assert config.model == ModelConfig(64, 32, 48, 2, 4, 2, 16, RopeConfig(1e6))
-    assert (config.row_length, config.loss.chunk, config.init_layers) == (512, 1024, None)
+    assert (config.row_length, config.loss.chunk, config.init_layers) == (512, 128, None)
 
 
 def test_overrides_reach_into_groups_that_are_and_are_not_in_the_file(file):
