@@ -1,8 +1,14 @@
-"""`d3d respond`: the target's own responses to the prompts of a conversations file."""
+"""`d3d respond`: the target's own responses to the prompts of a conversations file.
+
+Row i of the file samples with seed + i.
+"""
 
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
+
+from d3d_jax.cli.pair_options import add_sampling_arguments, sampling_of
 
 NAME = "respond"
 HELP = "let the target answer prompts, to train a drafter on (JSONL, resumable)"
@@ -15,10 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-new-tokens", type=int, default=1024)
     parser.add_argument("--max-len", type=int, default=2048, help="cache slots a row: prompt and response")
     parser.add_argument("--batch-size", type=int, default=32)
-    parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--top-p", type=float, default=1.0)
-    parser.add_argument("--top-k", type=int, default=0)
-    parser.add_argument("--seed", type=int, default=0, help="row i of the file samples with seed + i")
+    add_sampling_arguments(parser)
     parser.add_argument("--shard", default="0/1", help="i/n: every n-th question, from the i-th")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.epilog = "example: d3d respond --model-path Qwen3-8B --input prompts.jsonl --output out-0.jsonl --shard 0/8"
@@ -31,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
 
     from d3d_jax.checkpoints.convert import load
     from d3d_jax.checkpoints.special_tokens import read_eos_ids
-    from d3d_jax.config import DecodeConfig, SamplingParams
+    from d3d_jax.config import DecodeConfig
     from d3d_jax.data.chat import load_tokenizer
     from d3d_jax.data.prompts import load_conversations
     from d3d_jax.data.responses import questions, respond
@@ -40,6 +43,7 @@ def run(args: argparse.Namespace) -> int:
     from d3d_jax.errors import ConfigError
 
     index, count = _shard(args.shard)
+    sampling = sampling_of(args)
     tokenizer = load_tokenizer(args.model_path)
     asked = questions(load_conversations(args.input), tokenizer)
     seeds = {question.id: (args.seed + row) % 2**32 for row, question in enumerate(asked)}
@@ -61,10 +65,7 @@ def run(args: argparse.Namespace) -> int:
     by_prompt = {tuple(question.prompt): seeds[question.id] for question in asked}
 
     def generate(prompts: list[list[int]]) -> list[tuple[list[int], bool]]:
-        settings = [
-            SamplingParams(args.temperature, args.top_k, args.top_p, seed=by_prompt[tuple(prompt)])
-            for prompt in prompts
-        ]
+        settings = [replace(sampling, seed=by_prompt[tuple(prompt)]) for prompt in prompts]
         completions = engine.generate(prompts, args.max_new_tokens, stop, settings)
         return [(list(c.ids), c.finish_reason == "stop") for c in completions]
 

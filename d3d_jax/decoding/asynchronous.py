@@ -18,12 +18,11 @@ import jax
 
 from d3d_jax.decoding.observer import Observer
 from d3d_jax.decoding.placement import Placed, PromptBatch
+from d3d_jax.decoding.prefill import PairPrefill
 from d3d_jax.decoding.programs import (
     Drafting,
     advance,
     packed_draft,
-    prefill_drafter,
-    prefill_target,
     redraft_missed,
     select,
     selected_confidence,
@@ -63,8 +62,7 @@ class Asynchronous:
             block, _ = select(successors, outcome)
             return packed_after(params, block, selected_confidence(state, outcome), outcome, state, sampling, how)
 
-        self._prefill_target = jax.jit(partial(prefill_target, config=config), donate_argnums=2)
-        self._prefill_drafter = jax.jit(partial(prefill_drafter, how=how), donate_argnums=2)
+        self._prefill = PairPrefill(placed)
         # A donated argument's memory becomes the result's: the caches, which no other program reads.
         self._select_verify = jax.jit(select_verify, donate_argnums=3)
         self._select_packed = jax.jit(select_packed, donate_argnums=3)
@@ -73,15 +71,10 @@ class Asynchronous:
         self._packed = jax.jit(partial(packed_after, how=how), donate_argnums=4)
 
     def __call__(self, batch: PromptBatch, observer: Observer) -> Decoded:
-        begin = time.perf_counter()
-        target, drafter, count = self._target, self._drafter, batch.tokens.shape[0]
-        there = jax.device_put(PromptBatch(*batch), drafter.device)
-        cache, outcome = self._prefill_target(target.params, batch[:2], target.cache(count), batch.sampling, batch.stop)
-        state, successors = self._prefill_drafter(drafter.params, there[:2], drafter.cache(count), there.sampling)
-        jax.block_until_ready((outcome, successors))
-        ready = time.perf_counter()
-        first = jax.device_get(outcome.bonus)
-        known = jax.device_put(outcome, drafter.device)
+        target, drafter = self._target, self._drafter
+        filled = self._prefill(batch)
+        there, outcome, known = filled.there, filled.outcome, filled.known
+        cache, state, successors = filled.target_cache, filled.state, filled.successors
 
         def keep(number: int) -> jax.Array:
             nonlocal cache, outcome, state, successors, known
@@ -112,5 +105,5 @@ class Asynchronous:
         observer.restart()
         again = self._decode.miss == "redraft"
         records = drive(redraft if again else keep, self._decode.lookahead)
-        rows, traces = collect(first, records, foreseen=True, redraft=again)
-        return Decoded(rows, traces, ready - begin, time.perf_counter() - ready)
+        rows, traces = collect(filled.first, records, foreseen=True, redraft=again)
+        return Decoded(rows, traces, filled.ready - filled.begin, time.perf_counter() - filled.ready)

@@ -61,7 +61,7 @@ def decode_autoregressively(
         cache, (_, token, done), written = carry
         hidden, cache = append(params, token[:, None], cache, config)
         length = cache.length + ~done
-        following = choose(logits(params, hidden, config), length[:, None], sampling)
+        following = choose(logits(params, hidden), length[:, None], sampling)
         written = write_tokens(written, following, (~done).astype(jnp.int32))
         following = following[:, 0]
         ended = done | jnp.isin(following, stop.ids) | (length + 1 >= stop.limit)

@@ -48,7 +48,7 @@ def prefill_target(
     tokens_BP, prompt_length_B = prompts
     hidden, cache = append(params, tokens_BP, cache, config)
     last = jnp.take_along_axis(hidden, (prompt_length_B - 1)[:, None, None], axis=1)
-    first = choose(logits(params, last, config), prompt_length_B[:, None], sampling)[:, 0]
+    first = choose(logits(params, last), prompt_length_B[:, None], sampling)[:, 0]
     done = jnp.isin(first, stop.ids) | (prompt_length_B + 1 >= stop.limit)
     return cache._replace(length=prompt_length_B), Outcome(jnp.zeros_like(first), first, done)
 
@@ -114,7 +114,7 @@ def verify(
     size = block_BG.shape[1]
     hidden, cache = append(params, block_BG, cache, config)
     positions = cache.length[:, None] + jnp.arange(1, size + 1)
-    own = choose(logits(params, hidden, config), positions, sampling)
+    own = choose(logits(params, hidden), positions, sampling)
     agree = jnp.cumprod(own[:, :-1] == block_BG[:, 1:], axis=1)
     accepted = agree.sum(axis=1, dtype=jnp.int32)
     emitted = jnp.arange(size) <= accepted[:, None]
@@ -235,7 +235,7 @@ def _drafts(
     The confidence is computed only where outcomes are ranked by it; otherwise it is 0.
     """
     batch, blocks, size, _ = hidden_BAGD.shape
-    scores = logits(params, hidden_BAGD.reshape(batch, blocks * size, -1), how.model)
+    scores = logits(params, hidden_BAGD.reshape(batch, blocks * size, -1))
     ids = jnp.arange(scores.shape[-1])
     scores = jnp.where((ids < how.num_token_ids) & (ids != how.drafter.mask_token_id), scores, -jnp.inf)
     scores = scores.reshape(batch, blocks, size, -1)

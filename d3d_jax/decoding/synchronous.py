@@ -1,6 +1,6 @@
 """Synchronous speculative decoding: draft from the anchor, then verify.
 
-On one device the whole loop is one program; on two, or when watched, a round is two programs: draft, verify.
+On one device the whole loop is one program; on two, or step by step, a round is two programs: draft, verify.
 """
 
 from __future__ import annotations
@@ -15,13 +15,12 @@ from d3d_jax.config import ModelConfig
 from d3d_jax.decoding.autoregressive import Written, start_writing, write_tokens
 from d3d_jax.decoding.observer import Observer
 from d3d_jax.decoding.placement import Placed, PromptBatch
+from d3d_jax.decoding.prefill import PairPrefill
 from d3d_jax.decoding.programs import (
     Drafting,
     advance,
     anchored_draft,
     in_flight_at_prompt_end,
-    prefill_drafter,
-    prefill_target,
     verify,
 )
 from d3d_jax.decoding.rounds import collect, drive, verify_recorded
@@ -86,30 +85,25 @@ def decode_synchronously(
 
 
 class Synchronous:
-    """Mode `sync`. `one_program` runs the whole loop on the device; it needs one device for both models."""
+    """Mode `sync`."""
 
     def __init__(self, placed: Placed):
         drafter, how = placed.drafting()
         self._target, self._drafter, self._decode = placed.target, drafter, placed.decode
         self._one_program = placed.target.device == drafter.device and not placed.decode.step_by_step
         config = placed.target.config
-        self._prefill_target = jax.jit(partial(prefill_target, config=config), donate_argnums=2)
-        self._prefill_drafter = jax.jit(partial(prefill_drafter, how=how), donate_argnums=2)
+        self._prefill = PairPrefill(placed)
         self._previous = jax.jit(partial(in_flight_at_prompt_end, how=how))
         self._loop = jax.jit(partial(decode_synchronously, config=config, how=how), donate_argnums=(2, 3))
         self._draft = jax.jit(partial(draft, how=how), donate_argnums=3)
         self._verify = jax.jit(partial(verify_recorded, config=config), donate_argnums=4)
 
     def __call__(self, batch: PromptBatch, observer: Observer) -> Decoded:
-        begin = time.perf_counter()
-        target, drafter, count = self._target, self._drafter, batch.tokens.shape[0]
-        there = jax.device_put(PromptBatch(*batch), drafter.device)
-        cache, outcome = self._prefill_target(target.params, batch[:2], target.cache(count), batch.sampling, batch.stop)
-        state, _ = self._prefill_drafter(drafter.params, there[:2], drafter.cache(count), there.sampling)
-        draft_cache = state.cache
+        target, drafter = self._target, self._drafter
+        filled = self._prefill(batch)
+        there, outcome, known = filled.there, filled.outcome, filled.known
+        cache, draft_cache = filled.target_cache, filled.state.cache
         previous = self._previous(*there[:2])
-        jax.block_until_ready((outcome, draft_cache.length))
-        ready = time.perf_counter()
         if self._one_program:
             written, trace, rounds, _ = self._loop(
                 target.params,
@@ -125,11 +119,9 @@ class Synchronous:
             rows = written.rows()
             accepted, rounds = jax.device_get((trace, rounds))
             traces = [tuple(Round(int(a)) for a in row[:n]) for row, n in zip(accepted, rounds, strict=True)]
-            return Decoded(rows, traces, ready - begin, time.perf_counter() - ready)
+            return Decoded(rows, traces, filled.ready - filled.begin, time.perf_counter() - filled.ready)
 
-        first = jax.device_get(outcome.bonus)
-        nothing_foreseen = jax.device_put(jnp.zeros(count, bool), target.device)
-        known = jax.device_put(outcome, drafter.device)
+        nothing_foreseen = jax.device_put(jnp.zeros(len(filled.first), bool), target.device)
 
         def launch(number: int) -> jax.Array:
             nonlocal cache, draft_cache, previous, outcome, known
@@ -145,5 +137,5 @@ class Synchronous:
 
         observer.restart()
         records = drive(launch, self._decode.lookahead)
-        rows, traces = collect(first, records, foreseen=False, redraft=False)
-        return Decoded(rows, traces, ready - begin, time.perf_counter() - ready)
+        rows, traces = collect(filled.first, records, foreseen=False, redraft=False)
+        return Decoded(rows, traces, filled.ready - filled.begin, time.perf_counter() - filled.ready)

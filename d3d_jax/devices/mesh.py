@@ -17,7 +17,7 @@ AXES = ("data", "fsdp", "tensor")
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """A mesh with axes `data, fsdp, tensor` over `devices` (all of them when None).
 
-    Axis types are Auto: the compiler propagates shardings, and `sharding.constrain` pins those that matter.
+    Axis types are Auto: the compiler propagates shardings from those of the arguments.
 
     Raises:
         DeviceError: if the sizes do not multiply to the number of devices.

@@ -53,8 +53,3 @@ def tree_shardings(mesh: Mesh, table: Any) -> Any:
 
 def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
-
-
-def constrain(x: jax.Array, mesh: Mesh, partition: PartitionSpec) -> jax.Array:
-    """Pin the layout of an intermediate value inside a compiled program."""
-    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, partition))

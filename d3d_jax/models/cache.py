@@ -30,7 +30,8 @@ class KVCache(NamedTuple):
         """A cache of one row without its batch axis: each array [K, S, H].
 
         For loops on the device. XLA on CPU copies every array with an axis of length 1 on each turn of a loop
-        that writes a single token to it (measured: 3.6 against 2.3 ms a token for twelve layers).
+        that writes a single token to it: 3.6 against 2.3 ms a token for twelve layers of width 256 and 384 slots on
+        one core of a two-core machine.
         """
         return KVCache(tuple(k[0] for k in self.k), tuple(v[0] for v in self.v), self.length)
 

@@ -72,7 +72,7 @@ class Qwen3(nnx.Module):
 
     def __call__(self, tokens_BT: jax.Array) -> jax.Array:
         params = self.params()
-        return logits(params, forward(params, tokens_BT, self.config), self.config)
+        return logits(params, forward(params, tokens_BT, self.config))
 
 
 def init_params(config: ModelConfig, seed: int = 0, dtype: Any = jnp.float32) -> Params:
@@ -130,9 +130,8 @@ def head(params: Params) -> jax.Array:
     return params.get("lm_head", params["embed_tokens"])
 
 
-def logits(params: Params, hidden_BTD: jax.Array, config: ModelConfig) -> jax.Array:
+def logits(params: Params, hidden_BTD: jax.Array) -> jax.Array:
     """[B, T, V] in float32."""
-    del config
     return linear(hidden_BTD, head(params)).astype(jnp.float32)
 
 
@@ -144,7 +143,7 @@ def for_decoding(params: Params, dtype: Any = None) -> Params:
         joined[name] = jnp.concatenate([stacked[part] for part in parts], axis=1)
     single = {name: w for name, w in stacked.items() if not any(name in parts for parts in groups.values())}
     stacked = {**single, **joined}
-    count = stacked["norm" if "norm" in stacked else "input_layernorm"].shape[0]
+    count = stacked["input_layernorm"].shape[0]
     decoding = {**params, "layers": [{name: w[i] for name, w in stacked.items()} for i in range(count)]}
     return decoding if dtype is None else jax.tree.map(lambda w: w.astype(dtype), decoding)
 

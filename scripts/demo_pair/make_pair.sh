@@ -16,7 +16,7 @@ fi
 
 [ -d target ] || {
     d3d train --config "$configs/demo_target.yaml" --host-devices 2
-    d3d export runs/target target --tokenizer tokenizer
+    d3d export runs/target target --tokenizer tokenizer --dtype float16
 }
 for set in train validation; do
     [ -f "$set-responses.jsonl" ] || {
@@ -26,5 +26,5 @@ for set in train validation; do
 done
 [ -d drafter ] || {
     d3d train --config "$configs/demo_drafter.yaml" --host-devices 2
-    d3d export runs/drafter drafter --target-model d3d-demo-target
+    d3d export runs/drafter drafter --target-model d3d-demo-target --dtype float16
 }

@@ -192,8 +192,8 @@ def test_padding_is_explicit_and_leaves_the_logits_of_real_ids_exact(model_folde
         assert padded.params[name].shape == (72, 32) and not np.any(padded.params[name][64:])
         assert np.array_equal(padded.params[name][:64], plain.params[name])
     tokens = jnp.arange(10)[None]
-    before = logits(plain.params, forward(plain.params, tokens, plain.config), plain.config)
-    after = logits(padded.params, forward(padded.params, tokens, padded.config), padded.config)
+    before = logits(plain.params, forward(plain.params, tokens, plain.config))
+    after = logits(padded.params, forward(padded.params, tokens, padded.config))
     assert after.shape == (1, 10, 72)
     np.testing.assert_allclose(after[..., :64], before, rtol=1e-6, atol=1e-6)
 

@@ -199,7 +199,7 @@ def test_transformers_loads_what_we_export_and_both_give_the_same_distribution(
         with torch.no_grad():
             theirs = model(torch.tensor(prompt)).logits.numpy()
         with jax.default_matmul_precision("highest"):
-            ours = logits(params, forward(params, jnp.asarray(prompt), loaded.config), loaded.config)
+            ours = logits(params, forward(params, jnp.asarray(prompt), loaded.config))
         assert kl(theirs, np.asarray(ours)) < bound
 
 
@@ -211,5 +211,5 @@ def test_one_renamed_weight_would_be_seen_by_the_distribution(hf, config_folder,
     params, config, _ = load(random_hf_model(hf, config_folder(), False, "float32"), dtype="keep")
     layers = dict(params["layers"], gate_proj=params["layers"]["up_proj"], up_proj=params["layers"]["gate_proj"])
     tokens = jnp.arange(24)[None]
-    right, wrong = (logits(p, forward(p, tokens, config), config) for p in (params, {**params, "layers": layers}))
+    right, wrong = (logits(p, forward(p, tokens, config)) for p in (params, {**params, "layers": layers}))
     assert kl(np.asarray(right), np.asarray(wrong)) > 1e-3

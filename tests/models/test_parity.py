@@ -94,7 +94,7 @@ def tokens() -> np.ndarray:
 
 
 def stacked_logits(params: dict[str, Any], tokens: np.ndarray, config: ModelConfig) -> np.ndarray:
-    return np.asarray(jax.jit(lambda p, t: logits(p, forward(p, t, config), config))(params, tokens))
+    return np.asarray(jax.jit(lambda p, t: logits(p, forward(p, t, config)))(params, tokens))
 
 
 def assert_close(ours: np.ndarray, theirs: np.ndarray) -> None:
@@ -115,7 +115,7 @@ def test_the_decoding_form_over_a_cache_gives_transformers_logits(pair: Pair, to
         first, cache = append(params, tokens[:, :PREFILL], cache, config)
         cache = cache._replace(length=cache.length + PREFILL)
         second, _ = append(params, tokens[:, PREFILL:], cache, config)
-        return logits(params, first, config), logits(params, second, config)
+        return logits(params, first), logits(params, second)
 
     ours = np.concatenate(run(decoding, tokens), axis=1)
     assert_close(ours, pair.torch_logits(tokens))
