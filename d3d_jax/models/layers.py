@@ -1,8 +1,8 @@
 """What a Qwen3 layer computes. Pure functions over dicts of arrays; one `layer` for every use.
 
 Weights keep the checkpoint's `[out, in]` orientation, so that conversion is a renaming. A layer's dict
-holds either `q_proj`, `k_proj`, `v_proj` and `gate_proj`, `up_proj`, or the same joined along `out` as
-`qkv_proj` and `gate_up_proj` (see `models.qwen3.for_decoding`).
+holds either `q_proj`, `k_proj`, `v_proj` and `gate_proj`, `up_proj`, or the decoding form's `qkv_proj` and
+`gate_up_proj`, joined along `out`, with every matrix as `[in, out]` (see `models.qwen3.for_decoding`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Param(NamedTuple):
 
 
 class Rotation(NamedTuple):
-    """Cosine and sine of the rotary phases, each float32 [B, T, H]."""
+    """Cosine and sine of the rotary phases, each float32 [B, T, H]; the first half of the sines is negated."""
 
     cos: jax.Array
     sin: jax.Array
@@ -114,15 +114,16 @@ def rotation(positions_BT: jax.Array, config: ModelConfig) -> Rotation:
     """Rotary phases of the given absolute positions, in float32."""
     inverse, scale = rope_frequencies(config.rope, config.head_dim, config.max_position_embeddings)
     angle = positions_BT.astype(jnp.float32)[..., None] * inverse
-    angle = jnp.concatenate([angle, angle], axis=-1)
-    return Rotation(jnp.cos(angle) * scale, jnp.sin(angle) * scale)
+    cos, sin = jnp.cos(angle) * scale, jnp.sin(angle) * scale
+    return Rotation(jnp.concatenate([cos, cos], axis=-1), jnp.concatenate([-sin, sin], axis=-1))
 
 
 def rotate(x_BTNH: jax.Array, turn: Rotation) -> jax.Array:
     """Apply the rotary embedding, pairing channel i with i + H/2 as Qwen3 does."""
-    first, second = jnp.split(x_BTNH, 2, axis=-1)
     cos, sin = (part[:, :, None].astype(x_BTNH.dtype) for part in turn)
-    return x_BTNH * cos + jnp.concatenate([-second, first], axis=-1) * sin
+    # A reversal, not a concatenation of the halves: XLA makes one loop of it, without a branch for each channel.
+    halves = x_BTNH.reshape(*x_BTNH.shape[:-1], 2, -1)
+    return x_BTNH * cos + halves[..., ::-1, :].reshape(x_BTNH.shape) * sin
 
 
 def layer(
@@ -138,8 +139,9 @@ def layer(
     queries, keys = config.num_attention_heads, config.num_key_value_heads
 
     normal = rms_norm(x_BTD, weights["input_layernorm"], eps)
+    product = jnp.matmul if "qkv_proj" in weights else linear
     if "qkv_proj" in weights:
-        joined = linear(normal, weights["qkv_proj"]).reshape(batch, tokens, queries + 2 * keys, head)
+        joined = product(normal, weights["qkv_proj"]).reshape(batch, tokens, queries + 2 * keys, head)
         q, k, v = jnp.split(joined, [queries, queries + keys], axis=2)
     else:
         q = linear(normal, weights["q_proj"]).reshape(batch, tokens, queries, head)
@@ -148,11 +150,11 @@ def layer(
     q = rotate(rms_norm(q, weights["q_norm"], eps), turn).swapaxes(1, 2)
     k = rotate(rms_norm(k, weights["k_norm"], eps), turn).swapaxes(1, 2)
     output, kept = attend(q, k, v.swapaxes(1, 2))
-    x_BTD = x_BTD + linear(output.swapaxes(1, 2).reshape(batch, tokens, -1), weights["o_proj"])
+    x_BTD = x_BTD + product(output.swapaxes(1, 2).reshape(batch, tokens, -1), weights["o_proj"])
 
     normal = rms_norm(x_BTD, weights["post_attention_layernorm"], eps)
     if "gate_up_proj" in weights:
-        gate, up = jnp.split(linear(normal, weights["gate_up_proj"]), 2, axis=-1)
+        gate, up = jnp.split(product(normal, weights["gate_up_proj"]), 2, axis=-1)
     else:
         gate, up = linear(normal, weights["gate_proj"]), linear(normal, weights["up_proj"])
-    return x_BTD + linear(jax.nn.silu(gate) * up, weights["down_proj"]), kept
+    return x_BTD + product(jax.nn.silu(gate) * up, weights["down_proj"]), kept

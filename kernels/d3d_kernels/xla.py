@@ -11,14 +11,52 @@ from d3d_kernels.intervals import Intervals, dense_mask
 
 _NEGATIVE = -1e30  # finite, so that a fully masked row gives 0 and no NaN, forward and backward
 
+# Scores that exist at one time. On CPU, chunks that fit a core's share of the cache make a training step's attention
+# (8 rows of 608, 4 heads) 1.4 times faster than one array of scores.
+SCORES_BYTES = 8 * 2**20
+MIN_CHUNK = 64
+
 
 def attention(
     q_BNTH: jax.Array, sources: Sequence[tuple[jax.Array, jax.Array]], intervals: Intervals, scale: float
 ) -> jax.Array:
     """Softmax attention over the keys of all `sources`, addressed one after another.
 
-    The scores of the sources are joined, not their keys: a cache is read where it lies.
+    Many queries are taken in chunks whose scores are computed again in the backward pass, so that no [T, S] array is
+    kept for it or lies in memory whole.
     """
+    num_queries = q_BNTH.shape[2]
+    chunk = queries_at_once(q_BNTH.shape, sum(k.shape[2] for k, _ in sources))
+    if num_queries <= chunk:
+        return _attend(q_BNTH, sources, intervals, scale)
+    pad = -num_queries % chunk
+    queries = jnp.pad(q_BNTH, ((0, 0), (0, 0), (0, pad), (0, 0)))
+    bounds = [jnp.pad(bound, ((0, 0), (0, pad))) for bound in intervals]  # rows that see nothing
+
+    @jax.checkpoint
+    def body(_: None, part: tuple) -> tuple[None, jax.Array]:
+        return None, _attend(part[0], sources, Intervals(*part[1:]), scale)
+
+    parts = (_chunks(queries, 2, chunk), *(_chunks(bound, 1, chunk) for bound in bounds))
+    _, output = jax.lax.scan(body, None, parts)
+    output = jnp.moveaxis(output, 0, 2)
+    return output.reshape(queries.shape)[:, :, :num_queries]
+
+
+def queries_at_once(q_shape: tuple[int, ...], num_keys: int) -> int:
+    """How many queries of each row share one array of scores."""
+    batch, heads, _, _ = q_shape
+    return max(MIN_CHUNK, SCORES_BYTES // (4 * batch * heads * num_keys))
+
+
+def _chunks(x: jax.Array, axis: int, size: int) -> jax.Array:
+    return jnp.moveaxis(x.reshape(*x.shape[:axis], -1, size, *x.shape[axis + 1 :]), axis, 0)
+
+
+def _attend(
+    q_BNTH: jax.Array, sources: Sequence[tuple[jax.Array, jax.Array]], intervals: Intervals, scale: float
+) -> jax.Array:
+    """The scores of the sources are joined, not their keys: a cache is read where it lies."""
     batch, heads, num_queries, width = q_BNTH.shape
     kv_heads = sources[0][0].shape[1]
     q = q_BNTH.reshape(batch, kv_heads, -1, width)  # the heads of a group are rows of one product

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from d3d_kernels import BACKENDS, Intervals, dense_mask, interval_attention, interval_decode
+from d3d_kernels import BACKENDS, Intervals, dense_mask, interval_attention, interval_decode, xla
 
 BATCH, QUERY_HEADS, KV_HEADS, WIDTH = 2, 4, 2, 8
 QUERIES, KEYS, NEW = 5, 11, 3
@@ -122,6 +122,38 @@ def test_decoding_over_cache_and_new_keys_is_attention_over_all_of_them(decode, 
 def test_decoding_without_new_keys_is_attention_over_the_cache(attend, operands):
     q, k, v, intervals = operands
     assert np.array_equal(jax.jit(interval_decode)(q, k, v, intervals), attend(q, k, v, intervals))
+
+
+@pytest.mark.parametrize("num_queries", [64, 100, 128])
+def test_many_queries_taken_in_chunks_attend_as_if_taken_at_once(monkeypatch, num_queries):
+    q, gradient = (array(seed, BATCH, QUERY_HEADS, num_queries, WIDTH) for seed in (0, 5))
+    k, v = (array(seed, BATCH, KV_HEADS, KEYS, WIDTH) for seed in (1, 2))
+    lo = np.broadcast_to(np.arange(num_queries, dtype=np.int32) % KEYS, (BATCH, num_queries))
+    intervals = Intervals(lo, np.minimum(lo + 3, KEYS - 1), lo * 0, lo % 2)  # the last key's row sees only the first
+
+    def both(q, k, v):
+        output, back = jax.vjp(lambda *args: interval_attention(*args, intervals), q, k, v)
+        return output, back(gradient)
+
+    whole = both(q, k, v)
+    monkeypatch.setattr(xla, "SCORES_BYTES", 0)
+    monkeypatch.setattr(xla, "MIN_CHUNK", 32)
+    for expected, chunked in zip(jax.tree.leaves(whole), jax.tree.leaves(both(q, k, v)), strict=True):
+        np.testing.assert_allclose(chunked, expected, rtol=1e-6, atol=1e-5, equal_nan=False)
+    np.testing.assert_allclose(whole[0], reference(q, k, v, intervals), rtol=0, atol=1e-6)
+
+
+def test_long_rows_never_have_all_their_scores_in_memory():
+    q = jax.ShapeDtypeStruct((2, 4, 2048, 64), jnp.float32)
+    k = jax.ShapeDtypeStruct((2, 2, 2048, 64), jnp.float32)
+    bound = jax.ShapeDtypeStruct((2, 2048), jnp.int32)
+
+    def step(q, k, v, *bounds):
+        return jax.grad(lambda q, k, v: interval_attention(q, k, v, Intervals(*bounds)).sum(), (0, 1, 2))(q, k, v)
+
+    memory = jax.jit(step).lower(q, k, k, *[bound] * 4).compile().memory_analysis()
+    all_scores = 2 * 4 * 2048 * 2048 * 4
+    assert memory.temp_size_in_bytes < all_scores / 2
 
 
 def test_the_output_has_the_type_of_the_queries(operands):
