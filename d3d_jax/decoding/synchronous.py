@@ -76,12 +76,16 @@ def decode_synchronously(
         trace = jax.lax.dynamic_update_slice(trace, outcome.accepted[:, None], (0, number))
         return target_cache, drafter_cache, block, outcome, written, trace, rounds + ~done, number + 1
 
+    alone = outcome.bonus.shape[0] == 1
+    if alone:
+        target_cache, drafter_cache = target_cache.single_row(), drafter_cache.single_row()
     rounds = jnp.zeros_like(outcome.bonus)
     trace = jnp.zeros((rounds.shape[0], size), jnp.int32)
     written = start_writing(outcome.bonus, size)
     carry = (target_cache, drafter_cache, previous_BG, outcome, written, trace, rounds, jnp.zeros((), jnp.int32))
     carry = jax.lax.while_loop(lambda carry: ~jnp.all(carry[3].done), body, carry)
-    return carry[4], carry[5], carry[6], carry[:2]
+    caches = (carry[0].with_batch_axis(), carry[1].with_batch_axis()) if alone else carry[:2]
+    return carry[4], carry[5], carry[6], caches
 
 
 class Synchronous:
