@@ -108,6 +108,10 @@ class SamplingParams:
 
     Filters are applied in transformers' order: temperature, top-k, top-p, min-p. `top_k=0`,
     `top_p=1` and `min_p=0` mean off. `seed` keys the noise by absolute position.
+
+    `max_tokens`: most new tokens; None is as many as there is room for. `stop`: texts that end the output, which
+    they are then cut from. `stop_token_ids`: ids that end it beside the model's own; `ignore_eos`: the model's own
+    do not. The id that ends an output is part of it. `logprobs`: also give the log-probability of each token.
     """
 
     temperature: float = 0.0
@@ -115,9 +119,20 @@ class SamplingParams:
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int = 0
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: bool = False
 
     def __post_init__(self) -> None:
+        if isinstance(self.stop, str) or not all(isinstance(text, str) and text for text in self.stop):
+            raise ConfigError(f"stop must be a list of texts, none of them empty; got {self.stop!r}")
+        object.__setattr__(self, "stop", tuple(self.stop))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         checks = (
+            (self.max_tokens is None or self.max_tokens >= 1, "max_tokens must be at least 1, or None for no limit"),
+            (all(i >= 0 for i in self.stop_token_ids), "stop_token_ids must be token ids, 0 or above"),
             (self.temperature >= 0, "temperature must be 0 (greedy) or above"),
             (self.top_k >= 0, "top_k must be 0 (off) or above"),
             (0 < self.top_p <= 1, "top_p must be in (0, 1]; 1 is off"),
@@ -142,6 +157,7 @@ class DecodeConfig:
     outcome while the target verifies). `block_size` G. `outcomes`: how many outcomes of a block get a
     successor, `all` or the M likeliest. `miss`: verify the kept tail, or draft again, when the bonus token
     was not foreseen. `ban_rejected`: a successor never starts with the token just rejected.
+    `on_draft_failure`: raise, or let the target decode alone from there on, with a warning and the same tokens.
     `step_by_step`: wait after every program; the same tokens and round trace, for tests and timing.
     """
 
@@ -151,6 +167,7 @@ class DecodeConfig:
     miss: Literal["keep", "redraft"] = "redraft"
     ban_rejected: bool = True
     draft_sampling: Literal["argmax", "gumbel"] = "argmax"
+    on_draft_failure: Literal["error", "plain"] = "error"
     step_by_step: bool = False
     lookahead: int = 2
     sampling: SamplingParams = field(default_factory=SamplingParams)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import jax
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from d3d_jax.benchmarks.compile_counter import CompileCounter
 from d3d_jax.config import DecodeConfig, SamplingParams
 from d3d_jax.decoding.observer import Observer, Span
-from d3d_jax.decoding.placement import bucket
+from d3d_jax.decoding.prompt_chunks import plan
 from d3d_jax.decoding.state import Completion
 
 
@@ -27,9 +27,8 @@ class Decoder(Protocol):
     def generate(
         self,
         prompts: Sequence[Sequence[int]],
-        max_new_tokens: int,
-        stop_ids: Sequence[int],
-        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        params: SamplingParams,
+        *,
         observer: Observer | None = None,
     ) -> list[Completion]: ...
 
@@ -43,9 +42,14 @@ class Task:
     stop_ids: tuple[int, ...]
     sampling: SamplingParams = field(default_factory=SamplingParams)
 
+    def params(self, most: int | None = None) -> SamplingParams:
+        """All settings of an output, of `most` tokens at most."""
+        tokens = self.max_new_tokens if most is None else min(most, self.max_new_tokens)
+        return replace(self.sampling, max_tokens=tokens, stop_token_ids=self.stop_ids, ignore_eos=True)
+
     def run(self, engine: Decoder, prompt: Sequence[int], observer: Observer | None = None) -> Completion:
         """One prompt through one engine."""
-        return engine.generate([prompt], self.max_new_tokens, self.stop_ids, self.sampling, observer)[0]
+        return engine.generate([prompt], self.params(), observer=observer)[0]
 
 
 class RoundCounter(Observer):
@@ -114,12 +118,12 @@ class BenchRun:
 def warm_up(engine: Decoder, task: Task, prompts_of_each_size: Sequence[Sequence[int]]) -> None:
     """Run every program once for each prompt, under the settings of `task`, so that all is compiled."""
     for prompt in prompts_of_each_size:
-        engine.generate([prompt], min(4, task.max_new_tokens), task.stop_ids, task.sampling)
+        engine.generate([prompt], task.params(most=4))
 
 
 def one_of_each_size(task: Task, max_len: int) -> list[tuple[int, ...]]:
-    """One prompt for each padded length that occurs; each length has programs of its own."""
-    sizes = {bucket(len(prompt), max_len): prompt for prompt in reversed(task.prompts)}
+    """One prompt for each size of a prompt's chunks that occurs; each size has programs of its own."""
+    sizes = {size: prompt for prompt in reversed(task.prompts) for _, size in plan(len(prompt), max_len)}
     return [sizes[size] for size in sorted(sizes)]
 
 

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from d3d_jax.cli.pair_options import progress_bar, too_long
-from d3d_jax.errors import CapacityError, DataError
+from d3d_jax.cli.pair_options import progress_bar
+from d3d_jax.errors import DataError
 
 if TYPE_CHECKING:
     from d3d_jax.config import SamplingParams
     from d3d_jax.data.prompts import Prompt
     from d3d_jax.decoding.engine import Engine
     from d3d_jax.decoding.loading import LoadedPair
+    from d3d_jax.decoding.request import Request
     from d3d_jax.decoding.state import Completion
 
 
@@ -24,31 +27,53 @@ class Session(NamedTuple):
 
     engine: Engine
     pair: LoadedPair
-    max_new_tokens: int
-    sampling: SamplingParams
+    params: SamplingParams
     enable_thinking: bool
 
-    def warm_up(self, turn: str) -> None:
-        """Compile what a prompt like this needs, so that no rate holds it."""
+
+class Talk:
+    """A conversation under way: each turn is asked after the answers to those before it."""
+
+    def __init__(self, session: Session, prompt: Prompt):
+        self.prompt, self.completions = prompt, []
+        self._session, self._turns = session, deque(prompt.turns)
+        self._messages: list[dict[str, str]] = []
+
+    def ask(self) -> Request:
+        """Hand the next turn to the engine.
+
+        Raises:
+            CapacityError: when it no longer fits with what was said before.
+        """
         from d3d_jax.data.chat import encode_prompt
 
-        prompt = encode_prompt(self.pair.tokenizer, [user(turn)], self.enable_thinking)
-        self.engine.generate([prompt], min(4, self.max_new_tokens), self.pair.stop_ids, self.sampling)
+        self._messages.append(user(self._turns.popleft()))
+        ids = encode_prompt(self._session.pair.tokenizer, self._messages, self._session.enable_thinking)
+        name = f"prompt {self.prompt.id!r}" + (" (with its earlier answers)" if self.completions else "")
+        return self._session.engine.submit(ids, self._session.params, name)
 
-    def answer(self, turns: Sequence[str]) -> list[tuple[Completion, str]]:
-        """The completion and text of each turn; a turn is asked after the answers to those before it."""
-        from d3d_jax.data.chat import encode_prompt
+    def hear(self, completion: Completion) -> bool:
+        """The answer to the last turn; whether there is another to ask."""
+        self.completions.append(completion)
+        self._messages.append({"role": "assistant", "content": completion.text or ""})
+        return bool(self._turns)
 
-        messages: list[dict[str, str]] = []
-        answers = []
-        for turn in turns:
-            messages.append(user(turn))
-            prompt = encode_prompt(self.pair.tokenizer, messages, self.enable_thinking)
-            done = self.engine.generate([prompt], self.max_new_tokens, self.pair.stop_ids, self.sampling)[0]
-            text = self.pair.tokenizer.decode(done.ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-            messages.append({"role": "assistant", "content": text})
-            answers.append((done, text))
-        return answers
+
+def converse(session: Session, prompts: Sequence[Prompt]) -> Iterator[Talk]:
+    """Conversations, as many at a time as the engine has rows and then some, each given when it is over."""
+    waiting = deque(prompts)
+    under_way: dict[Request, Talk] = {}
+    while waiting or under_way:
+        while waiting and len(under_way) < 2 * session.engine.max_batch:
+            talk = Talk(session, waiting.popleft())
+            under_way[talk.ask()] = talk
+        session.engine.step()
+        for request in [request for request in under_way if request.finished]:
+            talk = under_way.pop(request)
+            if talk.hear(request.completion()):
+                under_way[talk.ask()] = talk
+            else:
+                yield talk
 
 
 def user(text: str) -> dict[str, str]:
@@ -57,31 +82,28 @@ def user(text: str) -> dict[str, str]:
 
 
 def answer_file(session: Session, waiting: Sequence[Prompt], total: int, output: Path, err: Any) -> int:
-    """Append a line for each prompt as soon as it is answered; figures go to stderr.
+    """Append a line for each prompt as soon as it is answered, in whatever order; figures go to stderr.
 
     Raises:
         CapacityError: when a later turn, with the answers before it, no longer fits; lines written so far stay.
     """
     drop_cut_line(output)
     completions: list[Completion] = []
+    begin = time.perf_counter()
     with progress_bar(err, "answering", len(waiting)) as advance, output.open("a", encoding="utf-8") as file:
-        for prompt in waiting:
-            try:
-                answers = session.answer(prompt.turns)
-            except CapacityError as error:
-                raise too_long(error, f"{prompt.id!r} (with its earlier answers)") from error
-            done = [completion for completion, _ in answers]
+        for talk in converse(session, waiting):
             record = {
-                "id": prompt.id,
-                "turns": list(prompt.turns),
-                "responses": [text for _, text in answers],
-                "finish_reasons": [completion.finish_reason for completion in done],
-                **figures_of(session, done),
+                "id": talk.prompt.id,
+                "turns": list(talk.prompt.turns),
+                "responses": [done.text for done in talk.completions],
+                "finish_reasons": [done.finish_reason for done in talk.completions],
+                **figures_of(session, talk.completions),
             }
             file.write(json.dumps(record, ensure_ascii=False) + "\n")
             file.flush()
-            completions += done
-            advance()
+            completions += talk.completions
+            tokens = sum(len(done.ids) for done in completions)
+            advance(f"({tokens / (time.perf_counter() - begin):.0f} tok/s)")
     print(f"{output}: {len(waiting)} answered, {total - len(waiting)} were there", file=sys.stderr)
     print(in_words(figures_of(session, completions)), file=sys.stderr)
     return 0

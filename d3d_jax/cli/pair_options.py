@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from d3d_jax.devices.host import KINDS, device_pair, keep_programs, prepare_cpu
-from d3d_jax.errors import CapacityError, ConfigError
+from d3d_jax.errors import CapacityError, CompatibilityError, ConfigError
 
 if TYPE_CHECKING:
     import jax
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from d3d_jax.config import DecodeConfig, ModelConfig, SamplingParams
     from d3d_jax.decoding.loading import LoadedPair, OpenedPair
 
+DRAFTING = ("miss", "outcomes", "on_draft_failure")
 SLOT_STEP = 64  # cache sizes are multiples of this, so that runs alike share their programs
 
 
@@ -37,6 +38,21 @@ def outcomes(text: str) -> str | int:
     return text if text == "all" else positive(text)
 
 
+def add_pair_arguments(parser: argparse.ArgumentParser) -> None:
+    """Which pair, and how it decodes."""
+    parser.add_argument("--model-path", metavar="DIR", help="folder of the target (default: the embedded pair)")
+    parser.add_argument("--draft-model-path", metavar="DIR", help="folder of its drafter")
+    parser.add_argument("--mode", choices=("ar", "sync", "async"), help="default: async with a drafter, else ar")
+    parser.add_argument("--max-new-tokens", type=positive, default=256, metavar="N", help="a turn (default: 256)")
+    parser.add_argument("--block-size", type=positive, metavar="G", help="default: what the drafter was trained for")
+    parser.add_argument("--enable-thinking", action="store_true", help="let the chat template ask for thoughts")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--max-len", type=positive, metavar="S", help="cache slots: prompt, new tokens, two blocks")
+    add_device_argument(parser)
+    add_sampling_arguments(parser)
+    add_drafting_arguments(parser)
+
+
 def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("sampling")
     group.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default)")
@@ -52,6 +68,9 @@ def add_drafting_arguments(parser: argparse.ArgumentParser) -> None:
         "--miss", choices=("keep", "redraft"), help="async: what to do when a bonus token was not foreseen"
     )
     group.add_argument("--outcomes", type=outcomes, metavar="all|M", help="draft for all outcomes, or the M likeliest")
+    group.add_argument(
+        "--on-draft-failure", choices=("error", "plain"), help="plain: the target goes on alone (default: error)"
+    )
 
 
 def add_device_argument(parser: argparse.ArgumentParser) -> None:
@@ -69,10 +88,45 @@ def decode_config(args: argparse.Namespace, mode: str, block_size: int | None, *
     """The settings of one mode; drafting flags that were not given keep their defaults."""
     from d3d_jax.config import DecodeConfig, from_mapping
 
-    values = {name: value for name in ("miss", "outcomes") if (value := getattr(args, name, None)) is not None}
+    values = {name: value for name in DRAFTING if (value := getattr(args, name, None)) is not None}
     if block_size is not None:
         values["block_size"] = block_size
     return from_mapping(DecodeConfig, {"mode": mode, **values, **fields})
+
+
+def refuse_drafting_contradictions(args: argparse.Namespace) -> None:
+    """Flags of `add_pair_arguments` that do not go together.
+
+    Raises:
+        ConfigError: naming them.
+    """
+    if args.draft_model_path and not args.model_path:
+        raise ConfigError("--draft-model-path needs --model-path, the target that it drafts for")
+    if args.mode == "ar" and args.draft_model_path:
+        raise ConfigError("--mode ar uses no drafter; leave --draft-model-path or --mode out")
+    if args.mode == "ar" or (args.model_path and not args.draft_model_path):
+        for name in (*DRAFTING, "block_size"):
+            if getattr(args, name) is not None:
+                flag = "--" + name.replace("_", "-")
+                raise ConfigError(f"{flag} is for drafting, but there is no drafter; leave it out, or give one")
+    if args.mode == "sync" and (args.miss or args.outcomes):
+        raise ConfigError("--miss and --outcomes are for --mode async; leave them out")
+
+
+def open_chosen_pair(args: argparse.Namespace) -> tuple[OpenedPair, DecodeConfig]:
+    """The checked pair and the settings of the mode; nothing is loaded yet."""
+    from d3d_jax import demo
+    from d3d_jax.decoding.loading import open_pair
+
+    target = args.model_path or demo.target_folder()
+    draft = args.draft_model_path
+    if args.model_path is None and args.mode != "ar":
+        draft = demo.drafter_folder()
+    mode = args.mode or ("async" if draft else "ar")
+    if mode != "ar" and draft is None:
+        raise CompatibilityError(f"--mode {mode} needs --draft-model-path; or use --mode ar")
+    pair = open_pair(target, draft, block_size=args.block_size)
+    return pair, decode_config(args, mode, pair.block_size)
 
 
 def start_devices(kind: str | None) -> tuple[jax.Device, jax.Device]:
@@ -100,14 +154,15 @@ def plan_slots(
     Raises:
         CapacityError: naming the prompt that fits neither the cache nor the model's context.
     """
-    from d3d_jax.decoding.placement import check_request
+    from d3d_jax.decoding.placement import check_prompt
     from d3d_jax.models.cache import slots_past_end
 
     beyond = slots_past_end(block_size or 1)
     longest = max(len(prompt) for prompt in prompts)
     if max_len is None:
         max_len = -(-(longest + max_new_tokens + beyond) // SLOT_STEP) * SLOT_STEP
-    check_request(prompts, max_new_tokens, config, beyond, max_len)
+    for number, prompt in enumerate(prompts):
+        check_prompt(f"prompt {number}", prompt, max_new_tokens, config, beyond, max_len)
     return max_len
 
 
@@ -134,15 +189,15 @@ def load_with_progress(pair: OpenedPair, dtype: str, console: Console) -> Loaded
 
 @contextmanager
 def progress_bar(console: Console, text: str, total: int) -> Iterator:
-    """A bar on a terminal that vanishes at the end; call what it gives, with a new text or without, at each step."""
+    """A bar on a terminal that vanishes at the end; call what it gives at each step, or for several with `by`."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(text, total=total)
 
-        def advance(now: str | None = None) -> None:
-            progress.update(task, advance=1, description=text if now is None else f"{text} {now}")
+        def advance(now: str | None = None, by: int = 1) -> None:
+            progress.update(task, advance=by, description=text if now is None else f"{text} {now}")
 
         yield advance
 

@@ -6,9 +6,18 @@ Row i of the file samples with seed + i.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from d3d_jax.cli.pair_options import add_sampling_arguments, sampling_of
+from d3d_jax.cli.pair_options import (
+    add_device_argument,
+    add_sampling_arguments,
+    load_with_progress,
+    positive,
+    progress_bar,
+    sampling_of,
+    start_devices,
+)
 
 NAME = "respond"
 HELP = "let the target answer prompts, to train a drafter on (JSONL, resumable)"
@@ -18,9 +27,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model-path", required=True, help="folder of the target, with its tokenizer")
     parser.add_argument("--input", required=True, help="JSONL of {'id', 'conversations'}, .gz too")
     parser.add_argument("--output", required=True, help="JSONL of token ids; lines already there are kept")
-    parser.add_argument("--max-new-tokens", type=int, default=1024)
-    parser.add_argument("--max-len", type=int, default=2048, help="cache slots a row: prompt and response")
-    parser.add_argument("--batch-size", type=int, default=32)
+    parser.add_argument("--max-new-tokens", type=positive, default=1024)
+    parser.add_argument("--max-len", type=positive, default=2048, help="cache slots a row: prompt and response")
+    parser.add_argument("--batch-size", type=positive, default=32, help="rows decoded at one time")
+    add_device_argument(parser)
     add_sampling_arguments(parser)
     parser.add_argument("--shard", default="0/1", help="i/n: every n-th question, from the i-th")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
@@ -28,60 +38,64 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    import jax
-    import jax.numpy as jnp
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.console import Console
 
-    from d3d_jax.checkpoints.convert import load
-    from d3d_jax.checkpoints.special_tokens import read_eos_ids
     from d3d_jax.config import DecodeConfig
-    from d3d_jax.data.chat import load_tokenizer
     from d3d_jax.data.prompts import load_conversations
-    from d3d_jax.data.responses import questions, respond
-    from d3d_jax.decoding.engine import Engine
-    from d3d_jax.decoding.placement import Model
+    from d3d_jax.data.responses import Counts, Question, questions_of, respond
+    from d3d_jax.decoding.loading import open_pair
     from d3d_jax.errors import ConfigError
+    from d3d_jax.models.cache import slots_past_end
 
     index, count = _shard(args.shard)
     sampling = sampling_of(args)
-    tokenizer = load_tokenizer(args.model_path)
-    asked = questions(load_conversations(args.input), tokenizer)
-    seeds = {question.id: (args.seed + row) % 2**32 for row, question in enumerate(asked)}
-    asked = asked[index::count]
-    stop = read_eos_ids(args.model_path)
-    if args.max_new_tokens + 4 >= args.max_len:
+    past_end = slots_past_end(1)
+    if args.max_new_tokens + past_end >= args.max_len:
         raise ConfigError(f"--max-len {args.max_len} leaves no room for a prompt and {args.max_new_tokens} new tokens")
-    loaded = load(args.model_path, dtype=args.dtype)
-    device = jax.devices()[0]
+    devices = start_devices(args.device)
+    pair = open_pair(args.model_path)
+    asked = questions_of(load_conversations(args.input), pair.tokenizer)[index::count]
+
+    import jax.numpy as jnp
+
+    from d3d_jax.decoding.engine import Engine
+
+    err = Console(stderr=True)
+    loaded = load_with_progress(pair, args.dtype, err)
     engine = Engine(
-        Model(loaded.config, loaded.params),
+        loaded.target,
         None,
         DecodeConfig(mode="ar"),
-        devices=(device, device),
+        devices=(devices[0], devices[0]),
         max_len=args.max_len,
-        num_token_ids=len(tokenizer),
+        max_batch=args.batch_size,
+        num_token_ids=loaded.num_token_ids,
+        stop_ids=loaded.stop_ids,
         dtype=jnp.dtype(args.dtype),
     )
-    by_prompt = {tuple(question.prompt): seeds[question.id] for question in asked}
 
-    def generate(prompts: list[list[int]]) -> list[tuple[list[int], bool]]:
-        settings = [replace(sampling, seed=by_prompt[tuple(prompt)]) for prompt in prompts]
-        completions = engine.generate(prompts, args.max_new_tokens, stop, settings)
-        return [(list(c.ids), c.finish_reason == "stop") for c in completions]
+    def answer(questions: Sequence[Question], on_answer: Callable[[Question, Sequence[int], bool], None]) -> None:
+        settings = [
+            replace(sampling, seed=(args.seed + question.row) % 2**32, max_tokens=args.max_new_tokens)
+            for question in questions
+        ]
+        engine.generate(
+            [question.prompt for question in questions],
+            settings,
+            on_completion=lambda i, done: on_answer(questions[i], done.ids, done.finish_reason == "stop"),
+        )
 
-    columns = (
-        TextColumn("responses"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[now]}"),
-    )
-    with Progress(*columns) as progress:
-        task = progress.add_task("", total=len(asked), now="")
-        longest = args.max_len - args.max_new_tokens - 4
-        for counts in respond(asked, generate, args.output, batch_size=args.batch_size, longest_prompt=longest):
+    with progress_bar(err, "responses", len(asked)) as advance:
+        before = 0
+
+        def on_counts(counts: Counts) -> None:
+            nonlocal before
             finished = counts.answered + counts.truncated + counts.empty + counts.skipped
-            progress.update(task, completed=finished, now=str(counts))
+            advance(f"({counts.truncated} cut)", by=finished - before)
+            before = finished
+
+        longest = args.max_len - args.max_new_tokens - past_end
+        counts = respond(asked, answer, args.output, longest_prompt=longest, on_counts=on_counts)
     print(f"{args.output}: {counts}")
     return 0
 

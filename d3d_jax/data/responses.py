@@ -3,25 +3,35 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from d3d_jax.data.chat import encode_prompt
 from d3d_jax.data.prompts import Conversation
 
-# (prompts' ids) -> for each: the ids that follow, and whether they ended with a stop token
-Generate = Callable[[list[list[int]]], list[tuple[list[int], bool]]]
+AT_ONCE = 4096  # questions handed over together: enough to keep every row of an engine busy
+
+
+class Answer(Protocol):
+    """Answers questions in any order: calls `on_answer(question, ids, finished)` for each as soon as it is known.
+
+    ids: the tokens that follow the prompt; finished: they ended with a stop token.
+    """
+
+    def __call__(
+        self, questions: Sequence[Question], on_answer: Callable[[Question, Sequence[int], bool], None]
+    ) -> None: ...
 
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt to answer: its name, token ids, and the characters of the answer that came with it."""
+    """A prompt to answer: its name, its place in the file, and its token ids."""
 
     id: str
+    row: int
     prompt: list[int]
-    answer_length: int
 
 
 @dataclass(frozen=True)
@@ -53,23 +63,28 @@ class Tally:
         return Counts(self.answered, self.truncated, self.empty, self.skipped)
 
 
-def questions(conversations: Sequence[Conversation], tokenizer: Any) -> list[Question]:
+def questions_of(conversations: Sequence[Conversation], tokenizer: Any) -> list[Question]:
     """The first user turn of each conversation as a prompt, thinking off."""
     found = []
-    for conversation in conversations:
+    for row, conversation in enumerate(conversations):
         user = next(message for message in conversation.messages if message["role"] == "user")
-        answer = "".join(m["content"] for m in conversation.messages if m["role"] == "assistant")
-        found.append(Question(conversation.id, encode_prompt(tokenizer, [user]), len(answer)))
+        found.append(Question(conversation.id, row, encode_prompt(tokenizer, [user])))
     return found
 
 
 def respond(
-    asked: Sequence[Question], generate: Generate, output: str | Path, *, batch_size: int, longest_prompt: int
-) -> Iterator[Counts]:
-    """Answer the questions into the JSONL file `output`, yielding the counts so far after each batch.
+    asked: Sequence[Question],
+    answer: Answer,
+    output: str | Path,
+    *,
+    longest_prompt: int,
+    on_counts: Callable[[Counts], None] = lambda counts: None,
+) -> Counts:
+    """Answer the questions into the JSONL file `output`, in whatever order answers come; returns the counts.
 
     Lines are `{"id", "ids", "prompt_length", "finished"}`. Questions already in the file are not asked again, so
     a run that was stopped goes on where it was. Prompts longer than `longest_prompt` are skipped and counted.
+    `on_counts` gets the counts so far after each answer.
     """
     output = Path(output)
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -79,25 +94,25 @@ def respond(
         tally.add(row["ids"][row["prompt_length"] :], row["finished"])
     fitting = [question for question in asked if len(question.prompt) <= longest_prompt]
     tally.skipped = len(asked) - len(fitting)
-    # Rows of a batch wait for its longest: the length of the answer at hand tells who is alike.
-    waiting = sorted((q for q in fitting if q.id not in done), key=lambda q: (q.answer_length, len(q.prompt)))
-    yield tally.counts()
+    waiting = [question for question in fitting if question.id not in done]
+    on_counts(tally.counts())
     with output.open("a") as file:
-        for first in range(0, len(waiting), batch_size):
-            batch = waiting[first : first + batch_size]
-            # A short last batch is filled up, so that it needs no program of its own.
-            prompts = [question.prompt for question in batch] + [batch[-1].prompt] * (batch_size - len(batch))
-            for question, (ids, finished) in zip(batch, generate(prompts), strict=False):
-                row = {
-                    "id": question.id,
-                    "ids": [*question.prompt, *ids],
-                    "prompt_length": len(question.prompt),
-                    "finished": finished,
-                }
-                file.write(json.dumps(row, separators=(",", ":")) + "\n")
-                tally.add(ids, finished)
+
+        def on_answer(question: Question, ids: Sequence[int], finished: bool) -> None:
+            row = {
+                "id": question.id,
+                "ids": [*question.prompt, *ids],
+                "prompt_length": len(question.prompt),
+                "finished": finished,
+            }
+            file.write(json.dumps(row, separators=(",", ":")) + "\n")
             file.flush()
-            yield tally.counts()
+            tally.add(ids, finished)
+            on_counts(tally.counts())
+
+        for first in range(0, len(waiting), AT_ONCE):
+            answer(waiting[first : first + AT_ONCE], on_answer)
+    return tally.counts()
 
 
 def _answered(output: Path) -> dict[str, dict]:

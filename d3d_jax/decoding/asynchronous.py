@@ -11,25 +11,27 @@ Programs of a round, by miss policy:
 
 from __future__ import annotations
 
-import time
 from functools import partial
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from d3d_jax.decoding.observer import Observer
-from d3d_jax.decoding.placement import Placed, PromptBatch
-from d3d_jax.decoding.prefill import PairPrefill
+from d3d_jax.decoding.placement import Placed, Settings
 from d3d_jax.decoding.programs import (
     Drafting,
     advance,
     packed_draft,
+    prefill_drafter,
+    prefill_target,
     redraft_missed,
     select,
     selected_confidence,
 )
-from d3d_jax.decoding.rounds import collect, drive, verify_recorded
+from d3d_jax.decoding.rounds import Launched, Until, end_row, read_first, read_round, verify_recorded
 from d3d_jax.decoding.sampling import Sampling
-from d3d_jax.decoding.state import Decoded, DraftState, Outcome, Successors
+from d3d_jax.decoding.state import DraftState, Outcome, PromptChunk, Successors
 from d3d_jax.models.qwen3 import Params
 
 
@@ -49,9 +51,12 @@ def packed_after(
 class Asynchronous:
     """Mode `async`, on two devices or one."""
 
+    compiled_loop = False
+
     def __init__(self, placed: Placed):
         drafter, how = placed.drafting()
-        self._target, self._drafter, self._decode = placed.target, drafter, placed.decode
+        self._target, self._drafter = placed.target, drafter
+        self._redraft = placed.decode.miss == "redraft"
         config = placed.target.config
 
         def select_verify(params, successors, outcome, *rest):
@@ -62,48 +67,90 @@ class Asynchronous:
             block, _ = select(successors, outcome)
             return packed_after(params, block, selected_confidence(state, outcome), outcome, state, sampling, how)
 
-        self._prefill = PairPrefill(placed)
+        self._prefill_target = jax.jit(partial(prefill_target, config=config), donate_argnums=2)
+        self._prefill_drafter = jax.jit(partial(prefill_drafter, how=how), donate_argnums=2)
         # A donated argument's memory becomes the result's: the caches, which no other program reads.
         self._select_verify = jax.jit(select_verify, donate_argnums=3)
         self._select_packed = jax.jit(select_packed, donate_argnums=3)
         self._choose = jax.jit(partial(redraft_missed, how=how))
         self._verify = jax.jit(partial(verify_recorded, config=config), donate_argnums=4)
         self._packed = jax.jit(partial(packed_after, how=how), donate_argnums=4)
+        self._end_row = jax.jit(end_row)
 
-    def __call__(self, batch: PromptBatch, observer: Observer) -> Decoded:
+        rows, size = placed.rows, how.drafter.block_size
+        self._cache = placed.target.cache(rows)
+        self._outcome = jax.device_put(Outcome.of_free_rows(rows), placed.target.device)
+        table = jnp.zeros((rows, size, size), jnp.int32)
+        self._state, self._successors = jax.device_put(
+            (
+                DraftState(drafter.cache(rows), table.astype(jnp.float32)),
+                Successors(table, jnp.zeros((rows, size), bool)),
+            ),
+            drafter.device,
+        )
+
+    def prefill(self, chunk: PromptChunk, settings: Settings) -> tuple[Launched, Any]:
         target, drafter = self._target, self._drafter
-        filled = self._prefill(batch)
-        there, outcome, known = filled.there, filled.outcome, filled.known
-        cache, state, successors = filled.target_cache, filled.state, filled.successors
+        self._cache, self._outcome, first = self._prefill_target(
+            target.params,
+            jax.device_put(chunk, target.device),
+            self._cache,
+            self._outcome,
+            settings.sampling(target.device),
+            settings.stop(target.device),
+        )
+        self._state, self._successors = self._prefill_drafter(
+            drafter.params,
+            jax.device_put(chunk, drafter.device),
+            self._state,
+            self._successors,
+            settings.sampling(drafter.device),
+        )
+        return Launched((first, self._outcome.done), read_first(int(chunk.slot))), (first, self._successors)
 
-        def keep(number: int) -> jax.Array:
-            nonlocal cache, outcome, state, successors, known
-            offered = jax.device_put(successors, target.device)
-            cache, outcome, record = self._select_verify(
-                target.params, offered, outcome, cache, batch.sampling, batch.stop
-            )
-            observer.launched("verify", "target", number, record)
-            state, successors = self._select_packed(drafter.params, successors, known, state, there.sampling)
-            observer.launched("packed", "drafter", number, successors)
-            known = jax.device_put(outcome, drafter.device)
-            return record
+    def launch(self, number: int, settings: Settings, until: Until, observer: Observer) -> Launched:
+        known = jax.device_put(self._outcome, self._drafter.device)
+        round_of = self._redrafting if self._redraft else self._keeping
+        record = round_of(number, known, settings, observer)
+        return Launched(record, read_round(foreseen=True, redraft=self._redraft))
 
-        def redraft(number: int) -> jax.Array:
-            nonlocal cache, outcome, state, successors, known
-            block, confidence, hit = self._choose(drafter.params, successors, known, state, there.sampling)
-            observer.launched("choose", "drafter", number, hit)
-            offered, foreseen = jax.device_put((block, hit), target.device)
-            cache, outcome, record = self._verify(
-                target.params, offered, foreseen, outcome, cache, batch.sampling, batch.stop
-            )
-            observer.launched("verify", "target", number, record)
-            state, successors = self._packed(drafter.params, block, confidence, known, state, there.sampling)
-            observer.launched("packed", "drafter", number, successors)
-            known = jax.device_put(outcome, drafter.device)
-            return record
+    def _keeping(self, number: int, known: Outcome, settings: Settings, observer: Observer) -> jax.Array:
+        target, drafter = self._target, self._drafter
+        offered = jax.device_put(self._successors, target.device)
+        self._cache, self._outcome, record = self._select_verify(
+            target.params,
+            offered,
+            self._outcome,
+            self._cache,
+            settings.sampling(target.device),
+            settings.stop(target.device),
+        )
+        observer.launched("verify", "target", number, record)
+        self._state, self._successors = self._select_packed(
+            drafter.params, self._successors, known, self._state, settings.sampling(drafter.device)
+        )
+        observer.launched("packed", "drafter", number, self._successors)
+        return record
 
-        observer.restart()
-        again = self._decode.miss == "redraft"
-        records = drive(redraft if again else keep, self._decode.lookahead)
-        rows, traces = collect(filled.first, records, foreseen=True, redraft=again)
-        return Decoded(rows, traces, filled.ready - filled.begin, time.perf_counter() - filled.ready)
+    def _redrafting(self, number: int, known: Outcome, settings: Settings, observer: Observer) -> jax.Array:
+        target, drafter = self._target, self._drafter
+        there = settings.sampling(drafter.device)
+        block, confidence, hit = self._choose(drafter.params, self._successors, known, self._state, there)
+        observer.launched("choose", "drafter", number, hit)
+        offered, foreseen = jax.device_put((block, hit), target.device)
+        self._cache, self._outcome, record = self._verify(
+            target.params,
+            offered,
+            foreseen,
+            self._outcome,
+            self._cache,
+            settings.sampling(target.device),
+            settings.stop(target.device),
+        )
+        observer.launched("verify", "target", number, record)
+        self._state, self._successors = self._packed(drafter.params, block, confidence, known, self._state, there)
+        observer.launched("packed", "drafter", number, self._successors)
+        return record
+
+    def release(self, slot: int) -> None:
+        self._outcome = self._end_row(self._outcome, jax.device_put(slot, self._target.device))

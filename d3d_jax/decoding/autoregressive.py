@@ -5,46 +5,21 @@ This is the baseline of every speed-up, so the whole loop is one program: no hos
 
 from __future__ import annotations
 
-import time
 from functools import partial
-from typing import NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from d3d_jax.config import ModelConfig
 from d3d_jax.decoding.observer import Observer
-from d3d_jax.decoding.placement import Placed, PromptBatch
+from d3d_jax.decoding.placement import Placed, Settings
 from d3d_jax.decoding.programs import prefill_target
-from d3d_jax.decoding.sampling import Sampling, choose
-from d3d_jax.decoding.state import Decoded, Outcome, Stop
+from d3d_jax.decoding.rounds import Launched, Until, Written, end_row, read_first, read_loop
+from d3d_jax.decoding.sampling import Sampling, choose, log_probability
+from d3d_jax.decoding.state import Outcome, PromptChunk, Stop
 from d3d_jax.models.cache import KVCache
 from d3d_jax.models.qwen3 import Params, append, logits
-
-
-class Written(NamedTuple):
-    """Tokens that a loop on the device has emitted: int32 [B, size], and how many of each row count, int32 [B]."""
-
-    tokens: jax.Array
-    count: jax.Array
-
-    def rows(self) -> list[list[int]]:
-        tokens, count = jax.device_get(self)
-        return [[int(token) for token in row[:n]] for row, n in zip(tokens, count, strict=True)]
-
-
-def start_writing(first_B: jax.Array, size: int) -> Written:
-    """A buffer that holds the first token, which prefill gave."""
-    tokens = jnp.zeros((first_B.shape[0], size), jnp.int32)
-    return Written(tokens.at[:, 0].set(first_B), jnp.ones_like(first_B))
-
-
-def write_tokens(written: Written, tokens_BG: jax.Array, count_B: jax.Array) -> Written:
-    """Append the first `count` of each row's tokens; the buffer has room for the rest, overwritten next time."""
-    tokens = written.tokens
-    for row in range(tokens.shape[0]):
-        tokens = jax.lax.dynamic_update_slice(tokens, tokens_BG[row : row + 1], (row, written.count[row]))
-    return Written(tokens, written.count + count_B)
 
 
 def decode_autoregressively(
@@ -53,45 +28,69 @@ def decode_autoregressively(
     outcome: Outcome,
     sampling: Sampling | None,
     stop: Stop,
+    until: Until,
     config: ModelConfig,
-) -> tuple[Written, KVCache]:
-    """From the first token to the end of every row."""
+) -> tuple[Written, Outcome, KVCache]:
+    """From each row's last token until every row is done, or `until`."""
 
-    def body(carry: tuple[KVCache, Outcome, Written]) -> tuple[KVCache, Outcome, Written]:
-        cache, (_, token, done), written = carry
+    def body(carry: tuple) -> tuple:
+        cache, (_, token, done), written, number = carry
         hidden, cache = append(params, token[:, None], cache, config)
         length = cache.length + ~done
-        following = choose(logits(params, hidden), length[:, None], sampling)
-        written = write_tokens(written, following, (~done).astype(jnp.int32))
-        following = following[:, 0]
-        ended = done | jnp.isin(following, stop.ids) | (length + 1 >= stop.limit)
-        return cache._replace(length=length), Outcome(jnp.zeros_like(following), following, ended), written
+        scores = logits(params, hidden)
+        following = choose(scores, length[:, None], sampling)
+        written = written.add(following, log_probability(scores, following), (~done).astype(jnp.int32))
+        ended = done | stop.ends(following)[:, 0] | (length + 1 >= stop.limit)
+        following = jnp.where(done, token, following[:, 0])
+        outcome = Outcome(jnp.zeros_like(following), following, ended)
+        return cache._replace(length=length), outcome, written, number + 1
 
-    alone = outcome.bonus.shape[0] == 1
-    if alone:
+    batch, size = outcome.bonus.shape[0], cache.capacity
+    if batch == 1:
         cache = cache.single_row()
-    carry = (cache, outcome, start_writing(outcome.bonus, cache.capacity))
-    cache, _, written = jax.lax.while_loop(lambda carry: ~jnp.all(carry[1].done), body, carry)
-    return written, cache.with_batch_axis() if alone else cache
+    carry = (cache, outcome, Written.empty(batch, size), jnp.zeros((), jnp.int32))
+    cache, outcome, written, _ = jax.lax.while_loop(lambda carry: until.go_on(carry[3], carry[1].done), body, carry)
+    return written, outcome, cache.with_batch_axis() if batch == 1 else cache
 
 
 class Autoregressive:
     """Mode `ar`."""
+
+    compiled_loop = True
 
     def __init__(self, placed: Placed):
         self._target = placed.target
         config = placed.target.config
         self._prefill = jax.jit(partial(prefill_target, config=config), donate_argnums=2)
         self._loop = jax.jit(partial(decode_autoregressively, config=config), donate_argnums=1)
+        self._end_row = jax.jit(end_row)
+        self._cache = placed.target.cache(placed.rows)
+        self._outcome = jax.device_put(Outcome.of_free_rows(placed.rows), placed.target.device)
 
-    def __call__(self, batch: PromptBatch, observer: Observer) -> Decoded:
-        begin = time.perf_counter()
-        side = self._target
-        cache = side.cache(batch.tokens.shape[0])
-        cache, outcome = self._prefill(side.params, batch[:2], cache, batch.sampling, batch.stop)
-        jax.block_until_ready(outcome)
-        ready = time.perf_counter()
-        written, cache = self._loop(side.params, cache, outcome, batch.sampling, batch.stop)
-        observer.launched("loop", "target", 0, written)
-        rows = written.rows()
-        return Decoded(rows, [()] * len(rows), ready - begin, time.perf_counter() - ready)
+    def prefill(self, chunk: PromptChunk, settings: Settings) -> tuple[Launched, Any]:
+        placed, device = self._target, self._target.device
+        self._cache, self._outcome, first = self._prefill(
+            placed.params,
+            jax.device_put(chunk, device),
+            self._cache,
+            self._outcome,
+            settings.sampling(device),
+            settings.stop(device),
+        )
+        return Launched((first, self._outcome.done), read_first(int(chunk.slot))), first
+
+    def launch(self, number: int, settings: Settings, until: Until, observer: Observer) -> Launched:
+        device = self._target.device
+        written, self._outcome, self._cache = self._loop(
+            self._target.params,
+            self._cache,
+            self._outcome,
+            settings.sampling(device),
+            settings.stop(device),
+            jax.device_put(until, device),
+        )
+        observer.launched("loop", "target", number, written)
+        return Launched((written, None, None, self._outcome.done), read_loop)
+
+    def release(self, slot: int) -> None:
+        self._outcome = self._end_row(self._outcome, jax.device_put(slot, self._target.device))

@@ -1,36 +1,63 @@
-"""The engine: a pair of models on their devices, decoding prompts in one mode."""
+"""The engine: a pair of models on their devices, decoding many prompts at once in one mode."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from d3d_jax.config import DecodeConfig, SamplingParams
+from d3d_jax.config import DecodeConfig, SamplingParams, from_mapping
 from d3d_jax.decoding.asynchronous import Asynchronous
 from d3d_jax.decoding.autoregressive import Autoregressive
+from d3d_jax.decoding.loading import open_pair, sampling_defaults
 from d3d_jax.decoding.observer import Observer, StepByStep
-from d3d_jax.decoding.placement import Model, Placed, Side, bucket, check_pair, check_request, prompt_batch
+from d3d_jax.decoding.placement import Model, Placed, Side, check_pair, check_prompt
 from d3d_jax.decoding.programs import Drafting
+from d3d_jax.decoding.prompt_chunks import plan, sizes_for
+from d3d_jax.decoding.request import Request
+from d3d_jax.decoding.scheduler import Scheduler
 from d3d_jax.decoding.state import Completion
 from d3d_jax.decoding.synchronous import Synchronous
+from d3d_jax.devices.host import device_pair
+from d3d_jax.errors import CapacityError, CompatibilityError
 from d3d_jax.models.cache import slots_past_end
 
 MODES = {"ar": Autoregressive, "sync": Synchronous, "async": Asynchronous}
+Prompt = str | Sequence[int]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Text as it comes, never half a character; with the last piece comes the whole completion.
+
+    parts: the text of each token, and whether the target supplied it itself; the others were drafted and accepted.
+    """
+
+    parts: tuple[tuple[str, bool], ...]
+    completion: Completion | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(text for text, _ in self.parts)
 
 
 class Engine:
-    """Decodes prompts in one mode; every mode gives the target's own tokens.
+    """Decodes prompts in one mode; every mode gives the target's own tokens, whatever else it decodes beside them.
 
     Args:
         target, drafter: the models; the drafter may be None for mode `ar`.
         decode: mode, block size and policies.
         devices: of target and drafter; the same device twice is one device.
-        max_len: cache slots per row: prompt, new tokens, and two blocks.
+        max_len: cache slots of each row: prompt, new tokens, and two blocks.
+        max_batch: rows, the prompts that are decoded at one time; more wait for their turn.
         num_token_ids: ids that the tokenizer knows; the drafter offers no others.
+        stop_ids: ids that end every output, unless its settings say `ignore_eos`.
+        tokenizer: for prompts, stop texts and output as text; without one all is ids.
 
     Raises:
         CompatibilityError: before any device work, for a pair and settings that do not go together.
@@ -45,67 +72,216 @@ class Engine:
         devices: tuple[jax.Device, jax.Device],
         max_len: int,
         num_token_ids: int,
+        max_batch: int = 1,
+        stop_ids: Sequence[int] = (),
+        tokenizer: Any = None,
         dtype: Any = jnp.float32,
     ):
         check_pair(target, drafter, decode, num_token_ids)
-        self.decode, self.max_len = decode, max_len
+        if max_batch < 1:
+            raise CapacityError(f"max_batch={max_batch}; an engine has at least one row")
+        self.decode, self.max_len, self.max_batch = decode, max_len, max_batch
+        self._stop_ids, self._tokenizer, self._config = tuple(stop_ids), tokenizer, target.config
         side, how = None, None
         if decode.mode != "ar" and drafter is not None and drafter.drafter is not None:
             side = Side.place(drafter, devices[1], max_len, dtype)
             how = Drafting(drafter.config, drafter.drafter, decode, num_token_ids)
-        self._placed = Placed(Side.place(target, devices[0], max_len, dtype), side, how, decode)
-        self._run = MODES[decode.mode](self._placed)
+        placed = Placed(Side.place(target, devices[0], max_len, dtype), side, how, decode, max_batch)
+        plain = (lambda: Autoregressive(placed)) if side and decode.on_draft_failure == "plain" else None
+        self._scheduler = Scheduler(
+            lambda: MODES[decode.mode](placed), max_batch, max_len, decode.lookahead, fallback=plain
+        )
         self._past_end = slots_past_end(1 if decode.mode == "ar" else decode.block_size)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        target: str | Path,
+        draft: str | Path | None = None,
+        *,
+        mode: str | None = None,
+        devices: tuple[jax.Device, jax.Device] | None = None,
+        block_size: int | None = None,
+        max_batch: int = 1,
+        max_len: int | None = None,
+        dtype: str = "float32",
+        **policies: Any,
+    ) -> Engine:
+        """An engine from model folders.
+
+        Args:
+            target, draft: Hugging Face folders; without a drafter the target decodes alone.
+            mode: `ar`, `sync` or `async`; the last where there is a drafter.
+            devices: of target and drafter; the best two there are when None.
+            block_size: the drafter's own when None.
+            max_len: cache slots of each row; when None, the target's context or 4,096 tokens, whichever is less.
+            policies: further fields of :class:`DecodeConfig`. The default sampling is the target's own, from its
+                generation_config.json.
+
+        Raises:
+            CheckpointError, ConfigError, CompatibilityError: before a tensor is read.
+        """
+        pair = open_pair(target, draft, block_size=block_size)
+        mode = mode or ("async" if draft else "ar")
+        size = {} if pair.block_size is None else {"block_size": pair.block_size}
+        decode = from_mapping(DecodeConfig, {"mode": mode, **size, **policies})
+        if "sampling" not in policies:
+            decode = replace(decode, sampling=sampling_defaults(target))
+        if max_len is None:
+            max_len = min(pair.target.config.max_position_embeddings, 4096) + slots_past_end(decode.block_size)
+        loaded = pair.load(dtype)
+        return cls(
+            loaded.target,
+            None if mode == "ar" else loaded.drafter,
+            decode,
+            devices=devices or device_pair(None),
+            max_len=max_len,
+            num_token_ids=loaded.num_token_ids,
+            max_batch=max_batch,
+            stop_ids=loaded.stop_ids,
+            tokenizer=loaded.tokenizer,
+            dtype=jnp.dtype(dtype),
+        )
 
     def generate(
         self,
-        prompts: Sequence[Sequence[int]],
-        max_new_tokens: int,
-        stop_ids: Sequence[int],
-        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
         observer: Observer | None = None,
+        on_completion: Callable[[int, Completion], None] = lambda number, completion: None,
     ) -> list[Completion]:
-        """Decode the prompts as one batch.
+        """Decode prompts, texts or token ids.
 
         Args:
-            prompts: token ids, one or more a prompt.
-            max_new_tokens: most tokens after each prompt.
-            stop_ids: ids that end a row; the stop token is part of the output.
-            sampling: one setting for all rows, or one each; the engine's own when None.
-            observer: sees every program that a loop launches.
+            params: one setting for all prompts, or one each; the engine's own when None.
+            observer: sees every program that is launched.
+            on_completion: called with a prompt's number as soon as it is done, in whatever order that is.
+
+        Returns:
+            The completions in the order of the prompts.
 
         Raises:
             CapacityError: before any device work, for a prompt that is malformed or does not fit.
         """
-        target = self._placed.target
-        check_request(prompts, max_new_tokens, target.config, self._past_end, self.max_len)
-        sampling = sampling or self.decode.sampling
-        rows = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else list(sampling)
-        batch = prompt_batch(prompts, max_new_tokens, stop_ids, rows, target)
+        if not prompts:
+            raise CapacityError("there are 0 prompts; give at least one")
+        settings = params if params is not None else self.decode.sampling
+        each = [settings] * len(prompts) if isinstance(settings, SamplingParams) else list(settings)
+        if len(each) != len(prompts):
+            raise CapacityError(f"there are {len(prompts)} prompts and {len(each)} settings; give one for all or each")
+        asked = enumerate(zip(prompts, each, strict=True))
+        requests = [self._request(f"prompt {number}", prompt, setting) for number, (prompt, setting) in asked]
+        for request in requests:  # only now: a prompt that is refused leaves none of the others behind
+            self._scheduler.submit(request)
+        unfinished = dict(enumerate(requests))
+        try:
+            while unfinished:
+                self.step(observer)
+                for number in [number for number, request in unfinished.items() if request.finished]:
+                    on_completion(number, unfinished.pop(number).completion())
+        finally:
+            for request in unfinished.values():
+                self._scheduler.cancel(request)
+        return [request.completion() for request in requests]
+
+    def submit(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        name: str = "the prompt",
+        *,
+        listens: bool = False,
+    ) -> Request:
+        """Queue a prompt beside others; `step` until it is `finished`. For callers that feed the engine as they go.
+
+        With `listens`, somebody wants the text as it comes, so that no launch runs long.
+
+        Raises:
+            CapacityError: for a prompt that is malformed or does not fit; `name` is what the error calls it.
+        """
+        request = self._request(name, prompt, params or self.decode.sampling, listens)
+        self._scheduler.submit(request)
+        return request
+
+    def cancel(self, request: Request) -> None:
+        """Take a request out, wherever it is."""
+        self._scheduler.cancel(request)
+
+    def step(self, observer: Observer | None = None) -> None:
+        """One launch for all rows under way, at most one chunk of a prompt, and the reading of what is due."""
         if observer is None:
             observer = StepByStep() if self.decode.step_by_step else Observer()
-        decoded = self._run(batch, observer)
-        stops = set(stop_ids)
-        completions = []
-        for prompt, tokens, rounds in zip(prompts, decoded.tokens, decoded.rounds, strict=True):
-            tokens = tokens[:max_new_tokens]
-            end = next((at + 1 for at, token in enumerate(tokens) if token in stops), None)
-            completions.append(
-                Completion(
-                    tuple(prompt),
-                    tuple(tokens[:end]),
-                    "length" if end is None else "stop",
-                    rounds,
-                    decoded.prefill_s,
-                    decoded.decode_s,
-                )
-            )
-        return completions
+        self._scheduler.step(observer)
 
-    def warm_up(self, prompt_lengths: Sequence[int], sampling: SamplingParams | None = None, batch: int = 1) -> float:
-        """Compile every program for prompts of these lengths; returns the seconds it took."""
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Piece]:
+        """Decode one prompt and give its text piece by piece; closing the iterator cancels the request.
+
+        Several streams may be read in turns: each step advances all of them.
+
+        Raises:
+            CompatibilityError: where the engine has no tokenizer.
+        """
+        if self._tokenizer is None:
+            raise CompatibilityError("streaming gives text; make the engine with its tokenizer")
+        return self._pieces(self.submit(prompt, params, listens=True))
+
+    def warm_up(
+        self,
+        prompt_lengths: Sequence[int] | None = None,
+        params: Sequence[SamplingParams] | None = None,
+        advance: Callable[[], None] = lambda: None,
+    ) -> float:
+        """Compile every program, so that none is compiled in service; returns the seconds it took.
+
+        Args:
+            prompt_lengths: lengths that will occur; None for any.
+            params: settings that will occur; None for any. Greedy decoding has programs of its own.
+            advance: called after each of the `warm_up_steps`.
+        """
         begin = time.perf_counter()
-        longest = self.max_len - self._past_end - 3
-        for size in sorted({bucket(length, self.max_len) for length in prompt_lengths}):
-            self.generate([[0] * min(size, longest)] * batch, 3, [], sampling)
+        for length, setting in self._warm_ups(prompt_lengths, params):
+            self.generate([[0] * length], replace(setting, max_tokens=3, ignore_eos=True, stop=(), stop_token_ids=()))
+            advance()
         return time.perf_counter() - begin
+
+    def warm_up_steps(
+        self, prompt_lengths: Sequence[int] | None = None, params: Sequence[SamplingParams] | None = None
+    ) -> int:
+        """How many steps `warm_up` takes, for a progress bar."""
+        return len(self._warm_ups(prompt_lengths, params))
+
+    def _warm_ups(
+        self, prompt_lengths: Sequence[int] | None, params: Sequence[SamplingParams] | None
+    ) -> list[tuple[int, SamplingParams]]:
+        longest = self.max_len - self._past_end - 3
+        lengths = sizes_for(self.max_len) if prompt_lengths is None else prompt_lengths
+        chunk_sizes = {size: min(n, longest) for n in lengths for _, size in plan(min(n, longest), self.max_len)}
+        every = (SamplingParams(), SamplingParams(temperature=1.0)) if params is None else params
+        kinds = {setting.temperature > 0: setting for setting in every}
+        return [(length, setting) for setting in kinds.values() for length in chunk_sizes.values()]
+
+    def _request(self, name: str, prompt: Prompt, params: SamplingParams, listens: bool = False) -> Request:
+        if isinstance(prompt, str):
+            if self._tokenizer is None:
+                raise CompatibilityError(f"{name} is a text; make the engine with its tokenizer, or give token ids")
+            ids: Sequence[int] = self._tokenizer(prompt)["input_ids"]
+        else:
+            ids = prompt
+        if params.stop and self._tokenizer is None:
+            raise CompatibilityError(f"stop={params.stop} are texts; make the engine with its tokenizer")
+        tokens = check_prompt(name, ids, params.max_tokens, self._config, self._past_end, self.max_len)
+        ends = (() if params.ignore_eos else self._stop_ids) + params.stop_token_ids
+        return Request(ids, params, ends, tokens, self._tokenizer, listens)
+
+    def _pieces(self, request: Request) -> Iterator[Piece]:
+        try:
+            while not request.finished:
+                self.step()
+                parts = tuple(request.new_text())
+                if request.finished:
+                    yield Piece(parts, request.completion())
+                elif parts:
+                    yield Piece(parts)
+        finally:
+            self._scheduler.cancel(request)

@@ -12,7 +12,7 @@ import jax
 from d3d_jax.checkpoints.convert import Source, as_dtype, fill
 from d3d_jax.checkpoints.hf_config import has_drafter_config, read_drafter_config, read_model_config
 from d3d_jax.checkpoints.special_tokens import check_mask_id, read_eos_ids, read_json, read_pad_ids
-from d3d_jax.config import DecodeConfig, DrafterConfig, ModelConfig
+from d3d_jax.config import DecodeConfig, DrafterConfig, ModelConfig, SamplingParams
 from d3d_jax.data.chat import load_tokenizer
 from d3d_jax.decoding.placement import Model, check_pair
 from d3d_jax.errors import CheckpointError, CompatibilityError, ConfigError
@@ -118,6 +118,21 @@ def load_pair(
 ) -> LoadedPair:
     """Open and load; arguments and errors are those of :func:`open_pair`."""
     return open_pair(target_path, draft_path, block_size=block_size).load(dtype)
+
+
+def sampling_defaults(folder: str | Path) -> SamplingParams:
+    """How a model's own generation_config.json says to sample; greedy where it says nothing.
+
+    Raises:
+        ConfigError: for settings that make no sense.
+    """
+    file = Path(folder) / "generation_config.json"
+    stored = read_json(file) if file.is_file() else {}
+    if not stored.get("do_sample", False):
+        return SamplingParams()
+    names = ("temperature", "top_k", "top_p", "min_p")
+    found = {name: stored[name] for name in names if stored.get(name) is not None}
+    return SamplingParams(**{"temperature": 1.0, **found})
 
 
 def _check_pair(

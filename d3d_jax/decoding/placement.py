@@ -1,24 +1,24 @@
-"""Models and prompts where a mode needs them: the target on its device, the drafter on its own."""
+"""Models and settings where a mode needs them: the target on its device, the drafter on its own."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 
 from d3d_jax.config import DecodeConfig, DrafterConfig, ModelConfig, SamplingParams
 from d3d_jax.decoding.programs import Drafting
-from d3d_jax.decoding.sampling import Sampling, to_device
+from d3d_jax.decoding.sampling import Sampling, as_columns
 from d3d_jax.decoding.state import Stop
 from d3d_jax.errors import CapacityError, CompatibilityError
 from d3d_jax.models.cache import KVCache, empty_cache
 from d3d_jax.models.qwen3 import Params, for_decoding
 
-BUCKETS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)  # padded prompt lengths that get a program
-STOP_IDS = 8  # stop ids are padded to a multiple of this
+STOP_IDS = 8  # a row's stop ids are padded to a multiple of this
+NO_TOKEN = -1
 
 
 @dataclass(frozen=True)
@@ -28,18 +28,6 @@ class Model:
     config: ModelConfig
     params: Params
     drafter: DrafterConfig | None = None
-
-
-class PromptBatch(NamedTuple):
-    """Prompts padded to one bucket, with what ends and samples each row; on one device.
-
-    tokens int32 [B, P], lengths int32 [B]; `sampling` is None when every row is greedy.
-    """
-
-    tokens: jax.Array
-    lengths: jax.Array
-    sampling: Sampling | None
-    stop: Stop
 
 
 @dataclass(frozen=True)
@@ -63,12 +51,13 @@ class Side:
 
 @dataclass(frozen=True)
 class Placed:
-    """Target and drafter on their devices; without a drafter only mode `ar` can run."""
+    """Target and drafter on their devices, for `rows` rows; without a drafter only mode `ar` can run."""
 
     target: Side
     drafter: Side | None
     how: Drafting | None
     decode: DecodeConfig
+    rows: int
 
     def drafting(self) -> tuple[Side, Drafting]:
         """The drafter's side. Raises CompatibilityError without one."""
@@ -77,29 +66,45 @@ class Placed:
         return self.drafter, self.how
 
 
-def bucket(length: int, max_len: int) -> int:
-    """The padded length of a prompt: the next bucket, or the whole cache."""
-    return min(next((size for size in BUCKETS if size >= length), max_len), max_len)
+class Settings:
+    """What ends and samples each row: kept on the host, copied to a device when it has changed."""
 
+    def __init__(self, rows: int):
+        self._params = [SamplingParams()] * rows
+        self._ids = np.full((rows, STOP_IDS), NO_TOKEN, np.int32)
+        self._limit = np.zeros(rows, np.int32)
+        self._copies: dict[Any, Any] = {}
 
-def prompt_batch(
-    prompts: Sequence[Sequence[int]],
-    max_new_tokens: int,
-    stop_ids: Sequence[int],
-    sampling: Sequence[SamplingParams],
-    side: Side,
-) -> PromptBatch:
-    """The prompts on the device of `side`."""
-    lengths = np.array([len(prompt) for prompt in prompts], np.int32)
-    tokens = np.zeros((len(prompts), bucket(int(lengths.max()), side.max_len)), np.int32)
-    for row, prompt in enumerate(prompts):
-        tokens[row, : len(prompt)] = prompt
-    # Few or many stop ids must not be a program each: fill up with an id that is no token's.
-    ids = np.full(max(STOP_IDS, -(-len(stop_ids) // STOP_IDS) * STOP_IDS), -1, np.int32)
-    ids[: len(stop_ids)] = stop_ids
-    limit = lengths + np.int32(max_new_tokens)
-    placed, lengths, ids, limit = jax.device_put((tokens, lengths, ids, limit), side.device)
-    return PromptBatch(placed, lengths, to_device(sampling, side.device), Stop(ids, limit))
+    def set_row(self, slot: int, params: SamplingParams, stop_ids: Sequence[int], limit: int) -> None:
+        """`limit`: tokens of prompt and output together."""
+        # Few or many stop ids must not be a program each: fill up with an id that is no token's.
+        width = max(self._ids.shape[1], -(-len(stop_ids) // STOP_IDS) * STOP_IDS)
+        wider = ((0, 0), (0, width - self._ids.shape[1]))
+        # New arrays, since a device may still read from the old ones.
+        self._ids, self._limit = np.pad(self._ids, wider, constant_values=NO_TOKEN), self._limit.copy()
+        self._ids[slot] = NO_TOKEN
+        self._ids[slot, : len(stop_ids)] = stop_ids
+        self._limit[slot] = limit
+        self._params[slot] = params
+        self._copies.clear()
+
+    def free_row(self, slot: int) -> None:
+        """A free row is greedy, so that it asks for no program that samples."""
+        if self._params[slot].temperature:
+            self._params[slot] = SamplingParams()
+            self._copies.clear()
+
+    def sampling(self, device: jax.Device) -> Sampling | None:
+        """None when every row is greedy."""
+        return self._copy("sampling", device, lambda: as_columns(self._params))
+
+    def stop(self, device: jax.Device) -> Stop:
+        return self._copy("stop", device, lambda: Stop(self._ids, self._limit))  # pyright: ignore[reportArgumentType]
+
+    def _copy(self, name: str, device: jax.Device, make: Callable[[], Any]) -> Any:
+        if (name, device) not in self._copies:
+            self._copies[name, device] = jax.device_put(make(), device)
+        return self._copies[name, device]
 
 
 def check_pair(target: Model, drafter: Model | None, decode: DecodeConfig, num_token_ids: int) -> None:
@@ -130,27 +135,26 @@ def check_pair(target: Model, drafter: Model | None, decode: DecodeConfig, num_t
         )
 
 
-def check_request(
-    prompts: Sequence[Sequence[int]], max_new_tokens: int, config: ModelConfig, slots_past_end: int, max_len: int
-) -> None:
-    """Refuse a request that is malformed or would run over the cache or the model's context.
+def check_prompt(
+    name: str, prompt: Sequence[int], max_tokens: int | None, config: ModelConfig, slots_past_end: int, max_len: int
+) -> int:
+    """How many new tokens a prompt may get: what was asked for, or all that there is room for.
 
     Raises:
-        CapacityError: naming the prompt.
+        CapacityError: naming a prompt that is malformed or would run over the cache or the model's context.
     """
-    if not prompts or max_new_tokens < 1:
-        raise CapacityError(f"{len(prompts)} prompts, max_new_tokens={max_new_tokens}; both must be at least 1")
-    for number, prompt in enumerate(prompts):
-        if not len(prompt):
-            raise CapacityError(f"prompt {number} is empty; a prompt is at least one token")
-        lowest, highest = min(prompt), max(prompt)
-        if lowest < 0 or highest >= config.vocab_size:
-            wrong = lowest if lowest < 0 else highest
-            raise CapacityError(f"prompt {number} holds id {wrong}, outside the vocabulary of {config.vocab_size}")
-        text = len(prompt) + max_new_tokens
-        if text > config.max_position_embeddings or text + slots_past_end > max_len:
-            limit = min(config.max_position_embeddings, max_len - slots_past_end)
-            raise CapacityError(
-                f"prompt {number} has {len(prompt)} tokens; with max_new_tokens={max_new_tokens} that is {text}, and "
-                f"there is room for {limit}; shorten the prompt, lower max_new_tokens or raise max_len"
-            )
+    if not len(prompt):
+        raise CapacityError(f"{name} is empty; a prompt is at least one token")
+    lowest, highest = min(prompt), max(prompt)
+    if lowest < 0 or highest >= config.vocab_size:
+        wrong = lowest if lowest < 0 else highest
+        raise CapacityError(f"{name} holds id {wrong}, outside the vocabulary of {config.vocab_size}")
+    limit = min(config.max_position_embeddings, max_len - slots_past_end)
+    text = len(prompt) + (max_tokens or 1)
+    if text > limit:
+        asked = f"; with max_tokens={max_tokens} that is {text}" if max_tokens else ""
+        raise CapacityError(
+            f"{name} has {len(prompt)} tokens{asked}, and there is room for {limit}; "
+            "shorten the prompt, lower max_tokens or raise max_len"
+        )
+    return max_tokens or limit - len(prompt)

@@ -8,13 +8,14 @@ of that block is known (`advance`).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from d3d_jax.config import DecodeConfig, DrafterConfig, ModelConfig
-from d3d_jax.decoding.sampling import Sampling, choose
-from d3d_jax.decoding.state import DraftState, Outcome, Stop, Successors
+from d3d_jax.decoding.sampling import Sampling, choose, log_probability
+from d3d_jax.decoding.state import DraftState, Outcome, PromptChunk, Stop, Successors
 from d3d_jax.models.cache import KVCache
 from d3d_jax.models.drafter import anchored_block, draft_pass, masked_blocks
 from d3d_jax.models.qwen3 import Params, append, logits
@@ -35,52 +36,75 @@ class Drafting:
 
 def prefill_target(
     params: Params,
-    prompts: tuple[jax.Array, jax.Array],
+    chunk: PromptChunk,
     cache: KVCache,
+    outcome: Outcome,
     sampling: Sampling | None,
     stop: Stop,
     config: ModelConfig,
-) -> tuple[KVCache, Outcome]:
-    """Prompts int32 [B, P], padded to a bucket, and their lengths int32 [B], into an empty cache.
+) -> tuple[KVCache, Outcome, tuple[jax.Array, jax.Array]]:
+    """The next chunk of one row's prompt. After the last one the row is under way: its bonus is the first new token.
 
-    The outcome's bonus is the first new token.
+    Also returns that token and its log-probability, both [1]; they mean something after the last chunk only.
     """
-    tokens_BP, prompt_length_B = prompts
-    hidden, cache = append(params, tokens_BP, cache, config)
-    last = jnp.take_along_axis(hidden, (prompt_length_B - 1)[:, None, None], axis=1)
-    first = choose(logits(params, last), prompt_length_B[:, None], sampling)[:, 0]
-    done = jnp.isin(first, stop.ids) | (prompt_length_B + 1 >= stop.limit)
-    return cache._replace(length=prompt_length_B), Outcome(jnp.zeros_like(first), first, done)
+    slot = chunk.slot
+    start = jnp.where(chunk.first, 0, cache.length[slot])
+    hidden, cache = append(params, chunk.tokens, cache.with_length(slot, start), config, slot=slot)
+    length = start + chunk.count
+    scores = logits(params, jax.lax.dynamic_slice_in_dim(hidden, chunk.count - 1, 1, axis=1))
+    first = choose(scores, length[None, None], of_row(sampling, slot))
+    ended = of_row(stop, slot).ends(first)[0, 0] | (length + 1 >= stop.limit[slot])
+    outcome = outcome.with_row(slot, first[0, 0], ~chunk.last | ended)
+    return cache.with_length(slot, length), outcome, (first[:, 0], log_probability(scores, first)[:, 0])
 
 
 def prefill_drafter(
     params: Params,
-    prompts: tuple[jax.Array, jax.Array],
-    cache: KVCache,
+    chunk: PromptChunk,
+    state: DraftState,
+    successors: Successors,
     sampling: Sampling | None,
     how: Drafting,
 ) -> tuple[DraftState, Successors]:
-    """Prompts into the drafter's cache, and the successor of the one outcome there is.
+    """The next chunk of one row's prompt, and the successor of the one outcome there is after it.
 
     The prompt's last token plays the block in flight, of which nothing was accepted.
     """
-    tokens_BP, prompt_length_B = prompts
-    batch, size = tokens_BP.shape[0], how.drafter.block_size
-    blocks = masked_blocks(batch, 1, how.drafter)
-    _, hidden, cache = draft_pass(params, tokens_BP, blocks, prompt_length_B[:, None], cache, how.model, how.drafter)
-    tokens, confidence = _drafts(params, hidden, prompt_length_B[:, None], None, sampling, how)
-    everywhere = jnp.broadcast_to(tokens, (batch, size, size))
+    slot, size = chunk.slot, how.drafter.block_size
+    start = jnp.where(chunk.first, 0, state.cache.length[slot])
+    context = (start + chunk.count)[None, None]
+    cache, blocks = state.cache.with_length(slot, start), masked_blocks(1, 1, how.drafter)
+    _, hidden, cache = draft_pass(params, chunk.tokens, blocks, context, cache, how.model, how.drafter, slot=slot)
+    tokens, confidence = _drafts(params, hidden, context, None, of_row(sampling, slot), how)
+    everywhere = jnp.broadcast_to(tokens[0], (size, size))
+    sure = jnp.broadcast_to(confidence[0], (size, size)).astype(jnp.float32)
     state = DraftState(
-        cache._replace(length=prompt_length_B - 1),
-        jnp.broadcast_to(confidence, (batch, size, size)).astype(jnp.float32),
+        cache.with_length(slot, start + chunk.count - chunk.last),
+        state.confidence.at[slot].set(sure),
     )
-    return state, Successors(everywhere, jnp.zeros((batch, size), bool).at[:, 0].set(True))
+    return state, Successors(
+        successors.tokens.at[slot].set(everywhere), successors.drafted.at[slot].set(jnp.arange(size) == 0)
+    )
 
 
-def in_flight_at_prompt_end(tokens_BP: jax.Array, prompt_length_B: jax.Array, how: Drafting) -> jax.Array:
-    """The block that plays the one in flight when decoding starts: the last prompt token, then nothing."""
-    last = jnp.take_along_axis(tokens_BP, (prompt_length_B - 1)[:, None], axis=1)
-    return jnp.pad(last, ((0, 0), (0, how.drafter.block_size - 1)))
+def prefill_previous(
+    params: Params, chunk: PromptChunk, cache: KVCache, previous_BG: jax.Array, how: Drafting
+) -> tuple[KVCache, jax.Array]:
+    """The next chunk of one row's prompt where nothing is drafted ahead.
+
+    The block in flight when decoding starts is the last prompt token, then nothing.
+    """
+    slot = chunk.slot
+    start = jnp.where(chunk.first, 0, cache.length[slot])
+    _, cache = append(params, chunk.tokens, cache.with_length(slot, start), how.model, slot=slot)
+    last = chunk.tokens[0, chunk.count - 1]
+    previous = previous_BG.at[slot].set(jnp.where(jnp.arange(how.drafter.block_size) == 0, last, 0))
+    return cache.with_length(slot, start + chunk.count - chunk.last), previous
+
+
+def of_row(tree: Any, slot: jax.Array) -> Any:
+    """The arrays [B, ...] of a tree for one row, [1, ...]."""
+    return jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, slot, 1), tree)
 
 
 def advance(cache: KVCache, outcome: Outcome) -> KVCache:
@@ -105,25 +129,26 @@ def verify(
     sampling: Sampling | None,
     stop: Stop,
     config: ModelConfig,
-) -> tuple[KVCache, Outcome, jax.Array]:
+) -> tuple[KVCache, Outcome, tuple[jax.Array, jax.Array]]:
     """One target pass over a block: how many drafts are the target's own tokens, and its next one.
 
-    Also returns what the round emits, int32 [B, G]: `accepted` drafts, then the bonus; the rest is undefined.
-    A row that was done stays as it is.
+    Also returns what the round emits, int32 [B, G], and its log-probabilities: `accepted` drafts, then the bonus; the
+    rest is undefined. A row that was done stays as it is.
     """
     size = block_BG.shape[1]
     hidden, cache = append(params, block_BG, cache, config)
     positions = cache.length[:, None] + jnp.arange(1, size + 1)
-    own = choose(logits(params, hidden), positions, sampling)
+    scores = logits(params, hidden)
+    own = choose(scores, positions, sampling)
     agree = jnp.cumprod(own[:, :-1] == block_BG[:, 1:], axis=1)
     accepted = agree.sum(axis=1, dtype=jnp.int32)
     emitted = jnp.arange(size) <= accepted[:, None]
     length = cache.length + accepted + 1
-    stopped = jnp.any(jnp.isin(own, stop.ids) & emitted, axis=1)
+    stopped = jnp.any(stop.ends(own) & emitted, axis=1)
     done = done_B | stopped | (length + 1 >= stop.limit)
     bonus = jnp.take_along_axis(own, accepted[:, None], axis=1)[:, 0]
     cache = cache._replace(length=jnp.where(done_B, cache.length, length))
-    return cache, Outcome(accepted, bonus, done), own
+    return cache, Outcome(accepted, bonus, done), (own, log_probability(scores, own))
 
 
 def packed_draft(

@@ -1,34 +1,76 @@
-"""Rounds as the host sees them: launched ahead, read late (docs/algorithm.md 4)."""
+"""What a launch leaves on the device for the host to read later, and what the host makes of it."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from d3d_jax.config import ModelConfig
+from d3d_jax.decoding.observer import Observer
+from d3d_jax.decoding.placement import Settings
 from d3d_jax.decoding.programs import verify
 from d3d_jax.decoding.sampling import Sampling
-from d3d_jax.decoding.state import Outcome, Round, Stop
+from d3d_jax.decoding.state import Outcome, Progress, PromptChunk, Round, Stop
 from d3d_jax.models.cache import KVCache
 from d3d_jax.models.qwen3 import Params
 
 
-class RoundRecord(NamedTuple):
-    """What the host reads of a round; one small array on the device.
+class Until(NamedTuple):
+    """When a loop on the device returns: after so many rounds, or when so many rows are done. int32 scalars."""
 
-    emitted [B, G]: `accepted` drafts, then the bonus, then leftovers. hit [B]: the bonus had been foreseen.
-    done [B]: the row had ended before this round, which then counts for nothing.
+    rounds: Any
+    rows_done: Any
+
+    def go_on(self, number: jax.Array, done_B: jax.Array) -> jax.Array:
+        return ~jnp.all(done_B) & (number < self.rounds) & (done_B.sum() < self.rows_done)
+
+
+class Launched(NamedTuple):
+    """A launch in flight: arrays on the device that the host will want, and how it reads them, a Progress a row."""
+
+    arrays: Any
+    read: Callable[[Any], list[Progress]]
+
+
+class Runner(Protocol):
+    """A mode at work: the device state of all rows. Rows are free until they are prefilled.
+
+    compiled_loop: a launch is many rounds, which the device counts itself; otherwise it is one.
     """
 
-    emitted: np.ndarray
-    accepted: np.ndarray
-    hit: np.ndarray
-    done: np.ndarray
+    compiled_loop: bool
+
+    def prefill(self, chunk: PromptChunk, settings: Settings) -> tuple[Launched, Any]:
+        """Enqueue a chunk of a row's prompt. The second value is ready when all devices are through with it."""
+        ...
+
+    def launch(self, number: int, settings: Settings, until: Until, observer: Observer) -> Launched:
+        """Enqueue round `number`, or a loop of them."""
+        ...
+
+    def release(self, slot: int) -> None:
+        """The row is free: its request was cancelled."""
+        ...
+
+
+def end_row(outcome: Outcome, slot: jax.Array) -> Outcome:
+    """The row is done."""
+    return outcome._replace(done=outcome.done.at[slot].set(True))
+
+
+def read_first(slot: int) -> Callable[[Any], list[Progress]]:
+    """Reads the first token of a row, from its prefill; every row before it gets nothing."""
+
+    def read(arrays: Any) -> list[Progress]:
+        (token, logprob), done = arrays
+        nothing = [Progress() for _ in range(slot)]
+        return [*nothing, Progress([int(token[0])], [float(logprob[0])], [], bool(done[slot]))]
+
+    return read
 
 
 def verify_recorded(
@@ -41,47 +83,67 @@ def verify_recorded(
     stop: Stop,
     config: ModelConfig,
 ) -> tuple[KVCache, Outcome, jax.Array]:
-    """`programs.verify` of the block that follows `outcome`, with the round's record as int32 [B, G + 4]."""
-    cache, after, own = verify(params, block_BG, outcome.done, cache, sampling, stop, config)
+    """`programs.verify` of the block that follows `outcome`, with the round's record as one int32 [B, 2G + 4].
+
+    Columns: the tokens, their log-probabilities as bits, drafts accepted, hit, done before, done after.
+    """
+    cache, after, (own, logprob) = verify(params, block_BG, outcome.done, cache, sampling, stop, config)
     columns = jnp.stack([after.accepted, hit_B, outcome.done, after.done], axis=1, dtype=jnp.int32)
-    return cache, after, jnp.concatenate([own, columns], axis=1)
+    bits = jax.lax.bitcast_convert_type(logprob, jnp.int32)
+    return cache, after, jnp.concatenate([own, bits, columns], axis=1)
 
 
-def drive(launch: Callable[[int], jax.Array], lookahead: int) -> list[RoundRecord]:
-    """Launch rounds until every row is done; return the records of the rounds up to there.
+def read_round(*, foreseen: bool, redraft: bool) -> Callable[[np.ndarray], list[Progress]]:
+    """Reads a record of `verify_recorded`.
 
-    `launch(number)` enqueues a round and returns its record, unread. The host stays `lookahead` rounds ahead
-    of what it reads, so a device never waits for it.
+    foreseen: drafting was ahead of the bonus token, so that `hit` means something; redraft: missed blocks were
+    drafted again.
     """
-    unread: deque[jax.Array] = deque()
-    records: list[RoundRecord] = []
-    number = 0
-    with jax.transfer_guard("disallow"):  # only the transfers that are written out
-        while True:
-            record = launch(number)
-            record.copy_to_host_async()
-            unread.append(record)
-            number += 1
-            if len(unread) >= lookahead:
-                *emitted, accepted, hit, done, ended = jax.device_get(unread.popleft()).T
-                records.append(RoundRecord(np.stack(emitted, axis=1), accepted, hit.astype(bool), done.astype(bool)))
-                if ended.all():
-                    return records
 
-
-def collect(
-    first: Sequence[int], records: Sequence[RoundRecord], *, foreseen: bool, redraft: bool
-) -> tuple[list[list[int]], list[tuple[Round, ...]]]:
-    """Tokens and rounds of each row. `foreseen`: drafting was ahead of the bonus token, so that `hit` means
-    something; `redraft`: missed blocks were drafted again.
-    """
-    texts, traces = [[int(token)] for token in first], [[] for _ in first]
-    for record in records:
-        for row, text in enumerate(texts):
-            if record.done[row]:
+    def read(record: np.ndarray) -> list[Progress]:
+        size = (record.shape[1] - 4) // 2
+        logprobs = record[:, size : 2 * size].view(np.float32)
+        found = []
+        for row, (accepted, hit, before, after) in enumerate(record[:, 2 * size :].tolist()):
+            if before:
+                found.append(Progress(done=True))
                 continue
-            accepted = int(record.accepted[row])
-            hit = bool(record.hit[row]) if foreseen else None
-            text.extend(int(token) for token in record.emitted[row, : accepted + 1])
-            traces[row].append(Round(accepted, hit, redraft and hit is False))
-    return texts, [tuple(trace) for trace in traces]
+            verified = Round(accepted, bool(hit) if foreseen else None, redraft and not hit)
+            emitted = slice(0, accepted + 1)
+            tokens = record[row, :size][emitted].tolist()
+            found.append(Progress(tokens, logprobs[row, emitted].tolist(), [verified], bool(after)))
+        return found
+
+    return read
+
+
+class Written(NamedTuple):
+    """What a loop on the device has emitted: tokens and the bits of their log-probabilities, int32 [B, 2, S], and
+    how many of each row count, int32 [B].
+    """
+
+    emitted: jax.Array
+    count: jax.Array
+
+    @classmethod
+    def empty(cls, batch: int, size: int) -> Written:
+        return cls(jnp.zeros((batch, 2, size), jnp.int32), jnp.zeros(batch, jnp.int32))
+
+    def add(self, tokens_BG: jax.Array, logprobs_BG: jax.Array, count_B: jax.Array) -> Written:
+        """Append the first `count` of each row's tokens; the buffer has room for the rest, overwritten next time."""
+        new = jnp.stack([tokens_BG, jax.lax.bitcast_convert_type(logprobs_BG, jnp.int32)], axis=1)
+        emitted = self.emitted
+        for row in range(emitted.shape[0]):
+            emitted = jax.lax.dynamic_update_slice(emitted, new[row : row + 1], (row, 0, self.count[row]))
+        return Written(emitted, self.count + count_B)
+
+
+def read_loop(arrays: Any) -> list[Progress]:
+    """Reads `(Written, accepted [B, S], rounds [B], done [B])` of a loop; a loop without drafts has no rounds."""
+    (emitted, count), accepted, rounds, done = arrays
+    logprobs = emitted[:, 1].view(np.float32)
+    found = []
+    for row, n in enumerate(count.tolist()):
+        verified = [Round(int(a)) for a in accepted[row, : rounds[row]]] if accepted is not None else []
+        found.append(Progress(emitted[row, 0, :n].tolist(), logprobs[row, :n].tolist(), verified, bool(done[row])))
+    return found

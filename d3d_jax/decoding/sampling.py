@@ -8,7 +8,7 @@ so sampled decoding is tested by equality.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,25 +20,24 @@ from d3d_jax.config import SamplingParams
 class Sampling(NamedTuple):
     """Sampling settings of each row as arrays [B], so that a new setting compiles nothing."""
 
-    temperature: jax.Array
-    top_k: jax.Array
-    top_p: jax.Array
-    min_p: jax.Array
-    seed: jax.Array
+    temperature: Any
+    top_k: Any
+    top_p: Any
+    min_p: Any
+    seed: Any
 
 
-def to_device(params: Sequence[SamplingParams], device: jax.Device) -> Sampling | None:
-    """Settings of the rows; None when all are greedy, which is a program of its own and far cheaper."""
+def as_columns(params: Sequence[SamplingParams]) -> Sampling | None:
+    """Settings of the rows, on the host; None when all are greedy, which is a program of its own and far cheaper."""
     if all(p.temperature == 0 for p in params):
         return None
-    columns = (
+    return Sampling(
         np.array([p.temperature for p in params], np.float32),
         np.array([p.top_k for p in params], np.int32),
         np.array([p.top_p for p in params], np.float32),
         np.array([p.min_p for p in params], np.float32),
         np.array([p.seed for p in params], np.uint32),
     )
-    return Sampling(*jax.device_put(columns, device))
 
 
 def filtered(logits_BTV: jax.Array, sampling: Sampling) -> jax.Array:
@@ -77,3 +76,9 @@ def choose(logits_BTV: jax.Array, positions_BT: jax.Array, sampling: Sampling | 
     noise = position_noise(sampling.seed, positions_BT, logits_BTV.shape[-1])
     drawn = jnp.argmax(filtered(logits_BTV, sampling) + noise, axis=-1).astype(jnp.int32)
     return jnp.where(sampling.temperature[:, None] > 0, drawn, greedy)
+
+
+def log_probability(logits_BTV: jax.Array, tokens_BT: jax.Array) -> jax.Array:
+    """Log-probability of each token under the model's own distribution, unfiltered and at temperature 1; float32."""
+    at = jnp.take_along_axis(logits_BTV, tokens_BT[..., None], axis=-1)[..., 0]
+    return at - jax.nn.logsumexp(logits_BTV, axis=-1)

@@ -1,4 +1,4 @@
-"""What passes between target, drafter and host in a round."""
+"""What passes between target, drafter and host in a round, and what a request gets in the end."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from d3d_jax.models.cache import KVCache
 
@@ -14,12 +15,21 @@ class Outcome(NamedTuple):
     """Result of verifying a block: 12 bytes a row, all that the drafter ever learns of the target.
 
     accepted: drafts accepted, 0..G-1, int32 [B]. bonus: the target's own next token, int32 [B].
-    done: the row has reached a stop token or its budget; later rounds leave it as it is, bool [B].
+    done: the row has reached a stop token or its budget, or is free; rounds leave it as it is, bool [B].
     """
 
     accepted: jax.Array
     bonus: jax.Array
     done: jax.Array
+
+    @classmethod
+    def of_free_rows(cls, batch: int) -> Outcome:
+        nothing = jnp.zeros(batch, jnp.int32)
+        return cls(nothing, nothing, jnp.ones(batch, bool))
+
+    def with_row(self, slot: jax.Array, bonus: jax.Array, done: jax.Array) -> Outcome:
+        """Of a row that has just been prefilled: its first token plays the bonus."""
+        return Outcome(self.accepted.at[slot].set(0), self.bonus.at[slot].set(bonus), self.done.at[slot].set(done))
 
 
 class Successors(NamedTuple):
@@ -33,10 +43,14 @@ class Successors(NamedTuple):
 
 
 class Stop(NamedTuple):
-    """When rows end: any of `ids` int32 [E], or reaching `limit` int32 [B], prompt + new tokens."""
+    """When a row ends: any of its `ids` int32 [B, E], or reaching its `limit` int32 [B], prompt + new tokens."""
 
     ids: jax.Array
     limit: jax.Array
+
+    def ends(self, tokens_BT: jax.Array) -> jax.Array:
+        """Which tokens end their row, bool [B, T]."""
+        return jnp.any(tokens_BT[..., None] == self.ids[:, None, :], axis=-1)
 
 
 class DraftState(NamedTuple):
@@ -46,6 +60,20 @@ class DraftState(NamedTuple):
 
     cache: KVCache
     confidence: jax.Array
+
+
+class PromptChunk(NamedTuple):
+    """The next tokens of one row's prompt.
+
+    tokens int32 [1, P], the first `count` of which count; slot: the row; first, last: whether the prompt begins or
+    ends with them. All but `tokens` are scalars.
+    """
+
+    tokens: jax.Array
+    count: jax.Array
+    slot: jax.Array
+    first: jax.Array
+    last: jax.Array
 
 
 @dataclass(frozen=True)
@@ -59,23 +87,33 @@ class Round:
     redrafted: bool = False
 
 
-@dataclass(frozen=True)
-class Decoded:
-    """What a mode gives for a batch: tokens and rounds of each row, not yet cut at stop token or budget."""
+@dataclass
+class Progress:
+    """What the host read of a row: new tokens with their log-probabilities, the rounds that gave them, and
+    whether the row has ended.
+    """
 
-    tokens: list[list[int]]
-    rounds: list[tuple[Round, ...]]
-    prefill_s: float
-    decode_s: float
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    rounds: list[Round] = field(default_factory=list)
+    done: bool = False
+
+    def own(self) -> list[bool]:
+        """Which tokens the target supplied itself: each round's last, or, where nothing was drafted, all."""
+        if not self.rounds:
+            return [True] * len(self.tokens)
+        return [last for verified in self.rounds for last in [False] * verified.accepted + [True]]
 
 
 @dataclass(frozen=True)
 class Completion:
     """What one prompt gave.
 
-    ids: tokens after the prompt, the stop token included. finish_reason: `stop` or `length`.
+    ids: tokens after the prompt, the stop token included. finish_reason: `stop`, `length`, `cancelled` or `error`.
     rounds: the verifications, in order; a last one may reach past the end. The first token comes from
-    prefill and belongs to no round. prefill_s, decode_s: wall-clock seconds.
+    prefill and belongs to no round. prefill_s, decode_s: wall-clock seconds to the first token, and from there.
+    text: of the ids, cut before a stop text; None where the engine has no tokenizer. logprobs: of each id, under
+    the target's unfiltered distribution at temperature 1; None unless asked for.
     """
 
     prompt_ids: tuple[int, ...]
@@ -84,6 +122,8 @@ class Completion:
     rounds: tuple[Round, ...] = field(default=())
     prefill_s: float = 0.0
     decode_s: float = 0.0
+    text: str | None = None
+    logprobs: tuple[float, ...] | None = None
 
     @property
     def bonus_positions(self) -> tuple[int, ...]:

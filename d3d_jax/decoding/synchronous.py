@@ -5,27 +5,28 @@ On one device the whole loop is one program; on two, or step by step, a round is
 
 from __future__ import annotations
 
-import time
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from d3d_jax.config import ModelConfig
-from d3d_jax.decoding.autoregressive import Written, start_writing, write_tokens
 from d3d_jax.decoding.observer import Observer
-from d3d_jax.decoding.placement import Placed, PromptBatch
-from d3d_jax.decoding.prefill import PairPrefill
-from d3d_jax.decoding.programs import (
-    Drafting,
-    advance,
-    anchored_draft,
-    in_flight_at_prompt_end,
-    verify,
+from d3d_jax.decoding.placement import Placed, Settings
+from d3d_jax.decoding.programs import Drafting, advance, anchored_draft, prefill_previous, prefill_target, verify
+from d3d_jax.decoding.rounds import (
+    Launched,
+    Until,
+    Written,
+    end_row,
+    read_first,
+    read_loop,
+    read_round,
+    verify_recorded,
 )
-from d3d_jax.decoding.rounds import collect, drive, verify_recorded
 from d3d_jax.decoding.sampling import Sampling
-from d3d_jax.decoding.state import Decoded, Outcome, Round, Stop
+from d3d_jax.decoding.state import Outcome, PromptChunk, Stop
 from d3d_jax.models.cache import KVCache
 from d3d_jax.models.qwen3 import Params
 
@@ -57,35 +58,35 @@ def decode_synchronously(
     outcome: Outcome,
     sampling: Sampling | None,
     stop: Stop,
+    until: Until,
     config: ModelConfig,
     how: Drafting,
-) -> tuple[Written, jax.Array, jax.Array, tuple[KVCache, KVCache]]:
-    """The whole loop on one device.
+) -> tuple[tuple[Written, jax.Array, jax.Array], jax.Array, Outcome, tuple[KVCache, KVCache]]:
+    """The loop on one device, until every row is done, or `until`.
 
-    Returns the tokens, the drafts accepted in each round int32 [B, S], the rounds of each row int32 [B], and the
-    caches, so that those passed in can be donated.
+    Returns what was emitted, with the drafts accepted in each round int32 [B, S] and the rounds of each row int32
+    [B]; the last block; its outcome; and the caches, so that those passed in can be donated.
     """
-    size = target_cache.capacity
+    batch, size = outcome.bonus.shape[0], target_cache.capacity
 
     def body(carry: tuple) -> tuple:
         target_cache, drafter_cache, previous, outcome, written, trace, rounds, number = carry
         done = outcome.done
         block, drafter_cache = draft(drafter, previous, outcome, drafter_cache, sampling, how)
         target_cache, outcome, own = verify(target, block, done, target_cache, sampling, stop, config)
-        written = write_tokens(written, own, jnp.where(done, 0, outcome.accepted + 1))
+        written = written.add(*own, jnp.where(done, 0, outcome.accepted + 1))
         trace = jax.lax.dynamic_update_slice(trace, outcome.accepted[:, None], (0, number))
         return target_cache, drafter_cache, block, outcome, written, trace, rounds + ~done, number + 1
 
-    alone = outcome.bonus.shape[0] == 1
-    if alone:
+    if batch == 1:
         target_cache, drafter_cache = target_cache.single_row(), drafter_cache.single_row()
-    rounds = jnp.zeros_like(outcome.bonus)
-    trace = jnp.zeros((rounds.shape[0], size), jnp.int32)
-    written = start_writing(outcome.bonus, size)
-    carry = (target_cache, drafter_cache, previous_BG, outcome, written, trace, rounds, jnp.zeros((), jnp.int32))
-    carry = jax.lax.while_loop(lambda carry: ~jnp.all(carry[3].done), body, carry)
-    caches = (carry[0].with_batch_axis(), carry[1].with_batch_axis()) if alone else carry[:2]
-    return carry[4], carry[5], carry[6], caches
+    zero = jnp.zeros((), jnp.int32)
+    trace, rounds = jnp.zeros((batch, size), jnp.int32), jnp.zeros(batch, jnp.int32)
+    written = Written.empty(batch, size)
+    carry = (target_cache, drafter_cache, previous_BG, outcome, written, trace, rounds, zero)
+    carry = jax.lax.while_loop(lambda carry: until.go_on(carry[7], carry[3].done), body, carry)
+    caches = (carry[0].with_batch_axis(), carry[1].with_batch_axis()) if batch == 1 else carry[:2]
+    return carry[4:7], carry[2], carry[3], caches
 
 
 class Synchronous:
@@ -93,53 +94,63 @@ class Synchronous:
 
     def __init__(self, placed: Placed):
         drafter, how = placed.drafting()
-        self._target, self._drafter, self._decode = placed.target, drafter, placed.decode
-        self._one_program = placed.target.device == drafter.device and not placed.decode.step_by_step
+        self._target, self._drafter = placed.target, drafter
+        self.compiled_loop = placed.target.device == drafter.device and not placed.decode.step_by_step
         config = placed.target.config
-        self._prefill = PairPrefill(placed)
-        self._previous = jax.jit(partial(in_flight_at_prompt_end, how=how))
+        self._prefill_target = jax.jit(partial(prefill_target, config=config), donate_argnums=2)
+        self._prefill_drafter = jax.jit(partial(prefill_previous, how=how), donate_argnums=2)
         self._loop = jax.jit(partial(decode_synchronously, config=config, how=how), donate_argnums=(2, 3))
         self._draft = jax.jit(partial(draft, how=how), donate_argnums=3)
         self._verify = jax.jit(partial(verify_recorded, config=config), donate_argnums=4)
+        self._end_row = jax.jit(end_row)
+        self._cache, self._draft_cache = placed.target.cache(placed.rows), drafter.cache(placed.rows)
+        self._outcome = jax.device_put(Outcome.of_free_rows(placed.rows), placed.target.device)
+        self._previous = jax.device_put(jnp.zeros((placed.rows, how.drafter.block_size), jnp.int32), drafter.device)
+        self._nothing_foreseen = jax.device_put(jnp.zeros(placed.rows, bool), placed.target.device)
 
-    def __call__(self, batch: PromptBatch, observer: Observer) -> Decoded:
+    def prefill(self, chunk: PromptChunk, settings: Settings) -> tuple[Launched, Any]:
         target, drafter = self._target, self._drafter
-        filled = self._prefill(batch)
-        there, outcome, known = filled.there, filled.outcome, filled.known
-        cache, draft_cache = filled.target_cache, filled.state.cache
-        previous = self._previous(*there[:2])
-        if self._one_program:
-            written, trace, rounds, _ = self._loop(
+        self._cache, self._outcome, first = self._prefill_target(
+            target.params,
+            jax.device_put(chunk, target.device),
+            self._cache,
+            self._outcome,
+            settings.sampling(target.device),
+            settings.stop(target.device),
+        )
+        self._draft_cache, self._previous = self._prefill_drafter(
+            drafter.params, jax.device_put(chunk, drafter.device), self._draft_cache, self._previous
+        )
+        return Launched((first, self._outcome.done), read_first(int(chunk.slot))), (first, self._previous)
+
+    def launch(self, number: int, settings: Settings, until: Until, observer: Observer) -> Launched:
+        target, drafter = self._target, self._drafter
+        sampling, stop = settings.sampling(target.device), settings.stop(target.device)
+        if self.compiled_loop:
+            emitted, self._previous, self._outcome, (self._cache, self._draft_cache) = self._loop(
                 target.params,
                 drafter.params,
-                cache,
-                draft_cache,
-                previous,
-                outcome,
-                batch.sampling,
-                batch.stop,
+                self._cache,
+                self._draft_cache,
+                self._previous,
+                self._outcome,
+                sampling,
+                stop,
+                jax.device_put(until, target.device),
             )
-            observer.launched("loop", "target", 0, written)
-            rows = written.rows()
-            accepted, rounds = jax.device_get((trace, rounds))
-            traces = [tuple(Round(int(a)) for a in row[:n]) for row, n in zip(accepted, rounds, strict=True)]
-            return Decoded(rows, traces, filled.ready - filled.begin, time.perf_counter() - filled.ready)
+            observer.launched("loop", "target", number, emitted)
+            return Launched((*emitted, self._outcome.done), read_loop)
+        known = jax.device_put(self._outcome, drafter.device)
+        self._previous, self._draft_cache = self._draft(
+            drafter.params, self._previous, known, self._draft_cache, settings.sampling(drafter.device)
+        )
+        observer.launched("draft", "drafter", number, self._previous)
+        block = jax.device_put(self._previous, target.device)
+        self._cache, self._outcome, record = self._verify(
+            target.params, block, self._nothing_foreseen, self._outcome, self._cache, sampling, stop
+        )
+        observer.launched("verify", "target", number, record)
+        return Launched(record, read_round(foreseen=False, redraft=False))
 
-        nothing_foreseen = jax.device_put(jnp.zeros(len(filled.first), bool), target.device)
-
-        def launch(number: int) -> jax.Array:
-            nonlocal cache, draft_cache, previous, outcome, known
-            previous, draft_cache = self._draft(drafter.params, previous, known, draft_cache, there.sampling)
-            observer.launched("draft", "drafter", number, previous)
-            block = jax.device_put(previous, target.device)
-            cache, outcome, record = self._verify(
-                target.params, block, nothing_foreseen, outcome, cache, batch.sampling, batch.stop
-            )
-            observer.launched("verify", "target", number, record)
-            known = jax.device_put(outcome, drafter.device)
-            return record
-
-        observer.restart()
-        records = drive(launch, self._decode.lookahead)
-        rows, traces = collect(filled.first, records, foreseen=False, redraft=False)
-        return Decoded(rows, traces, filled.ready - filled.begin, time.perf_counter() - filled.ready)
+    def release(self, slot: int) -> None:
+        self._outcome = self._end_row(self._outcome, jax.device_put(slot, self._target.device))

@@ -26,6 +26,14 @@ class KVCache(NamedTuple):
         """S, slots of each row."""
         return self.k[0].shape[-2]
 
+    def lengths(self, slot: jax.Array | None = None) -> jax.Array:
+        """Valid slots of every row, int32 [B], or of the row `slot` alone, int32 [1]."""
+        return self.length if slot is None else self.length[slot][None]
+
+    def with_length(self, slot: jax.Array, length: jax.Array) -> KVCache:
+        """The cache with another length of one row."""
+        return self._replace(length=self.length.at[slot].set(length))
+
     def single_row(self) -> KVCache:
         """A cache of one row without its batch axis: each array [K, S, H].
 
@@ -51,13 +59,15 @@ def empty_cache(config: ModelConfig, batch: int, capacity: int, dtype: jnp.dtype
     )
 
 
-def write(slots_BKSH: jax.Array, new_BKTH: jax.Array, start_B: jax.Array) -> jax.Array:
-    """`slots` with row b's new keys in `start[b]..`.
+def write(slots_BKSH: jax.Array, new_BKTH: jax.Array, start_B: jax.Array, slot: jax.Array | None = None) -> jax.Array:
+    """`slots` with row b's new keys in `start[b]..`; with `slot`, the new keys [1, K, T, H] of that row alone.
 
     XLA clamps a start that would run over the end, and so would overwrite valid slots without a word:
     callers prove the room on the host first (`slots_past_end`).
     """
     new_BKTH = new_BKTH.astype(slots_BKSH.dtype)
+    if slot is not None:
+        return jax.lax.dynamic_update_slice(slots_BKSH, new_BKTH, (slot, 0, start_B[0], 0))
     if slots_BKSH.ndim == 3:  # `KVCache.single_row`
         return jax.lax.dynamic_update_slice(slots_BKSH, new_BKTH[0], (0, start_B[0], 0))
     if slots_BKSH.shape[0] == 1:  # an update in place; a batched start becomes a scatter

@@ -25,6 +25,7 @@ def draft_pass(
     config: ModelConfig,
     drafter: DrafterConfig,
     backend: str = "auto",
+    slot: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, KVCache]:
     """One forward pass over clean tokens and any number of blocks, each with its own context.
 
@@ -33,6 +34,7 @@ def draft_pass(
         blocks_BAG: A blocks of G tokens: the mask id, or a visible token (an anchor).
         context_BA: how many cached tokens each block sees, which is also the position it starts at.
             It may reach into this pass's clean tokens.
+        slot: all of this, with a batch of 1, for this row of a cache of many.
 
     Returns:
         Hidden states of the clean rows [B, T, D], of the blocks [B, A, G, D], and the cache with the clean
@@ -40,14 +42,15 @@ def draft_pass(
     """
     batch, num_clean = clean_BT.shape
     _, num_blocks, block = blocks_BAG.shape
+    start = cache.lengths(slot)
     tokens = jnp.concatenate([clean_BT, blocks_BAG.reshape(batch, -1)], axis=1)
-    clean_positions = cache.length[:, None] + jnp.arange(num_clean)
+    clean_positions = start[:, None] + jnp.arange(num_clean)
     block_positions = context_BA[:, :, None] + jnp.arange(block)
     positions = jnp.concatenate([clean_positions, block_positions.reshape(batch, -1)], axis=1)
-    clean_rows = verify_intervals(cache.length, num_clean)
+    clean_rows = verify_intervals(start, num_clean)
     block_rows = packed_intervals(context_BA, block, cache.capacity, drafter.block_attention)
     intervals = Intervals(*(jnp.concatenate(pair, axis=1) for pair in zip(clean_rows, block_rows, strict=True)))
-    hidden, cache = cached_forward(params, tokens, positions, intervals, cache, num_clean, config, backend)
+    hidden, cache = cached_forward(params, tokens, positions, intervals, cache, num_clean, config, backend, slot)
     blocks = hidden[:, num_clean:].reshape(batch, num_blocks, block, -1)
     return hidden[:, :num_clean], blocks, cache
 

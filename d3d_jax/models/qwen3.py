@@ -160,27 +160,37 @@ def cached_forward(
     num_clean: int,
     config: ModelConfig,
     backend: str = "auto",
+    slot: jax.Array | None = None,
 ) -> tuple[jax.Array, KVCache]:
     """The decoding form over a cache: normed hidden states [B, T, D] and the cache with new slots.
 
     The first `num_clean` tokens are written at each row's length; the length itself is left to the caller,
-    who knows how many of them are to stay.
+    who knows how many of them are to stay. With `slot`, the tokens [1, T] are of that row of the cache alone.
     """
     x = params["embed_tokens"][tokens_BT]
     turn = rotation(positions_BT, config)
-    slots = []
+    start, slots = cache.lengths(slot), []
     for weights, k, v in zip(params["layers"], cache.k, cache.v, strict=True):
-        x, kept = layer(weights, x, turn, config, attend_cached(k, v, cache.length, num_clean, intervals, backend))
+        attend = attend_cached(k, v, start, num_clean, intervals, backend, slot)
+        x, kept = layer(weights, x, turn, config, attend)
         slots.append(kept)
     keys, values = zip(*slots, strict=True)
     return rms_norm(x, params["norm"], config.rms_norm_eps), KVCache(keys, values, cache.length)
 
 
 def append(
-    params: Params, tokens_BT: jax.Array, cache: KVCache, config: ModelConfig, backend: str = "auto"
+    params: Params,
+    tokens_BT: jax.Array,
+    cache: KVCache,
+    config: ModelConfig,
+    backend: str = "auto",
+    slot: jax.Array | None = None,
 ) -> tuple[jax.Array, KVCache]:
-    """T further tokens after each row's length: hidden [B, T, D] and the cache, its length unchanged."""
-    num_tokens = tokens_BT.shape[1]
-    positions = cache.length[:, None] + jnp.arange(num_tokens)
-    intervals = verify_intervals(cache.length, num_tokens)
-    return cached_forward(params, tokens_BT, positions, intervals, cache, num_tokens, config, backend)
+    """T further tokens after each row's length: hidden [B, T, D] and the cache, its length unchanged.
+
+    With `slot`, tokens [1, T] of that row alone.
+    """
+    num_tokens, start = tokens_BT.shape[1], cache.lengths(slot)
+    positions = start[:, None] + jnp.arange(num_tokens)
+    intervals = verify_intervals(start, num_tokens)
+    return cached_forward(params, tokens_BT, positions, intervals, cache, num_tokens, config, backend, slot)

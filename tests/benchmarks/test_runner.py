@@ -40,11 +40,11 @@ class Player:
     compiled: set[int] = field(default_factory=set)
     calls: list[tuple[int, int]] = field(default_factory=list)
 
-    def generate(self, prompts, max_new_tokens, stop_ids, sampling=None, observer=None):
+    def generate(self, prompts, params, *, observer=None):
         size = 64 if len(prompts[0]) <= 64 else 128
         late = 0.0 if size in self.compiled else 5.0
         self.compiled.add(size)
-        self.calls.append((len(prompts[0]), max_new_tokens))
+        self.calls.append((len(prompts[0]), params.max_tokens))
         self.clock.now += late + self.prefill_s + self.decode_s
         rounds = () if self.decode.mode == "ar" else tuple(Round(a) for a in ACCEPTED)
         for number in range(len(rounds) + self.past_end):

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import json
 
-from d3d_jax.data.responses import Question, questions, respond
+from d3d_jax.data.responses import Question, questions_of, respond
 
-ASKED = [Question(str(n), [1, 10 + n], answer_length=50 - n) for n in range(5)] + [Question("long", [1] * 9, 3)]
-
-
-def answer(prompts: list[list[int]]) -> list[tuple[list[int], bool]]:
-    """11 answers with its stop token alone, 12 is cut by the budget, the others finish."""
-    return [([2], True) if p[1] == 11 else ([7, 7], False) if p[1] == 12 else ([7, 2], True) for p in prompts]
+ASKED = [Question(str(n), n, [1, 10 + n]) for n in range(5)] + [Question("long", 5, [1] * 9)]
 
 
-def run(path, generate=answer):
-    return list(respond(ASKED, generate, path, batch_size=2, longest_prompt=4))
+def answer(questions, on_answer):
+    """11 answers with its stop token alone, 12 is cut by the budget, the others finish; the last asked comes first."""
+    for question in reversed(questions):
+        ids, finished = {11: ([2], True), 12: ([7, 7], False)}.get(question.prompt[1], ([7, 2], True))
+        on_answer(question, ids, finished)
+
+
+def run(path, answer=answer):
+    seen = []
+    last = respond(ASKED, answer, path, longest_prompt=4, on_counts=seen.append)
+    assert seen[-1] == last
+    return last
 
 
 def test_counts_add_up_to_the_questions(tmp_path):
-    counts = run(tmp_path / "out.jsonl")[-1]
+    counts = run(tmp_path / "out.jsonl")
     assert (counts.answered, counts.truncated, counts.empty, counts.skipped) == (3, 1, 1, 1)
     rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert sorted(row["id"] for row in rows) == ["0", "1", "2", "3", "4"]
@@ -31,20 +36,21 @@ def test_counts_add_up_to_the_questions(tmp_path):
     }
 
 
-def test_every_batch_has_one_size(tmp_path):
+def test_questions_are_handed_over_in_groups(tmp_path, monkeypatch):
+    monkeypatch.setattr("d3d_jax.data.responses.AT_ONCE", 2)
     sizes = []
-    run(tmp_path / "out.jsonl", lambda prompts: sizes.append(len(prompts)) or answer(prompts))
-    assert set(sizes) == {2}
+    run(tmp_path / "out.jsonl", lambda questions, on: sizes.append(len(questions)) or answer(questions, on))
+    assert sizes == [2, 2, 1]
 
 
 def test_a_run_that_was_cut_in_the_middle_of_a_line_asks_only_what_is_missing(tmp_path):
     path = tmp_path / "out.jsonl"
-    whole = run(path)[-1]
+    whole = run(path)
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join(lines[:2]) + lines[2][:11])
     asked = []
-    assert run(path, lambda prompts: asked.extend(prompts) or answer(prompts))[-1] == whole
-    assert len({tuple(prompt) for prompt in asked}) == 3
+    assert run(path, lambda questions, on: asked.extend(questions) or answer(questions, on)) == whole
+    assert len({question.id for question in asked}) == 3
     assert len(path.read_text().splitlines()) == 5
 
 
@@ -53,5 +59,5 @@ def test_questions_are_the_first_user_turns(tokenizer):
     from d3d_jax.data.prompts import Conversation
 
     turns = ({"role": "user", "content": "How many?"}, {"role": "assistant", "content": "Three."})
-    [question] = questions([Conversation("a", turns)], tokenizer)
-    assert question == Question("a", encode_prompt(tokenizer, turns[:1]), len("Three."))
+    [question] = questions_of([Conversation("a", turns)], tokenizer)
+    assert question == Question("a", 0, encode_prompt(tokenizer, turns[:1]))

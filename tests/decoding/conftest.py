@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +17,7 @@ from d3d_jax.config import DecodeConfig, DrafterConfig, ModelConfig, RopeConfig,
 from d3d_jax.decoding import programs
 from d3d_jax.decoding.engine import Engine
 from d3d_jax.decoding.placement import Model
+from d3d_jax.decoding.state import Completion
 from d3d_jax.models.qwen3 import Qwen3
 
 VOCAB, TOKEN_IDS, MASK = 72, 64, 64
@@ -22,6 +25,7 @@ CONFIG = ModelConfig(VOCAB, 32, 48, 2, 4, 2, 16, RopeConfig(1e4), max_position_e
 SMALL = dataclasses.replace(CONFIG, num_hidden_layers=1, num_attention_heads=2)
 MAX_LEN = 160
 PROMPTS = [[5, 9, 33], list(range(1, 41)), [7] * 17]
+GREEDY = SamplingParams()
 SAMPLED = SamplingParams(temperature=0.8, top_k=40, top_p=0.95, min_p=0.01, seed=11)
 
 
@@ -37,21 +41,40 @@ def target() -> Model:
 
 
 def build(
-    target: Model, drafter: Model | None, decode: DecodeConfig, devices: int = 1, max_len: int = MAX_LEN
+    target: Model,
+    drafter: Model | None,
+    decode: DecodeConfig,
+    devices: int = 1,
+    max_len: int = MAX_LEN,
+    rows: int = 1,
+    **more: Any,
 ) -> Engine:
-    first, second = jax.devices()[0], jax.devices()[devices - 1]
-    return Engine(target, drafter, decode, devices=(first, second), max_len=max_len, num_token_ids=TOKEN_IDS)
+    pair = jax.devices()[0], jax.devices()[devices - 1]
+    return Engine(
+        target, drafter, decode, devices=pair, max_len=max_len, num_token_ids=TOKEN_IDS, max_batch=rows, **more
+    )
+
+
+def run(
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    new: int,
+    stop: Sequence[int] = (),
+    sampling: SamplingParams = GREEDY,
+) -> list[Completion]:
+    """`new` tokens at most after each prompt, or up to one of `stop`."""
+    return engine.generate(prompts, dataclasses.replace(sampling, max_tokens=new, stop_token_ids=tuple(stop)))
 
 
 @functools.cache
-def shared(seed: int, decode: DecodeConfig, devices: int = 1) -> Engine:
+def shared(seed: int, decode: DecodeConfig, devices: int = 1, rows: int = 1) -> Engine:
     """An engine that tests share, since building one compiles: the target with a drafter of seed 0 or 3.
 
     Seed 0 has the target's own weights, so that some drafts are right; seed 3 is another, smaller model.
     """
     target = random_model(CONFIG, 0)
     drafter = random_model(CONFIG if seed == 0 else SMALL, seed, decode.block_size)
-    return build(target, drafter, decode, devices)
+    return build(target, drafter, decode, devices, rows=rows)
 
 
 @pytest.fixture(scope="session")
@@ -60,7 +83,7 @@ def ar_tokens(target):
     engine = build(target, None, DecodeConfig(mode="ar"))
 
     def tokens(sampling: SamplingParams, new: int = 40, stop: tuple[int, ...] = ()) -> list[tuple[int, ...]]:
-        return [engine.generate([prompt], new, stop, sampling)[0].ids for prompt in PROMPTS]
+        return [run(engine, [prompt], new, stop, sampling)[0].ids for prompt in PROMPTS]
 
     return tokens
 
@@ -83,7 +106,10 @@ def scripted(monkeypatch):
 
         def drafts(params, hidden, start, banned, sampling, how):
             position = start[:, :, None] + jnp.arange(hidden.shape[2])
-            tokens = jnp.asarray(table)[jnp.arange(len(rows))[:, None, None], position]
+            which = jnp.arange(len(rows))
+            if hidden.shape[0] != len(rows):  # one row's prefill: where it ends tells which
+                which = jnp.argmax(jnp.asarray([len(prompt) for prompt in PROMPTS]) == start[0, 0])[None]
+            tokens = jnp.asarray(table)[which[:, None, None], position]
             sure = jnp.where(jnp.asarray(err)[position], 0.1, 0.9)
             return tokens, sure.astype(jnp.float32)
 

@@ -6,7 +6,7 @@ import pytest
 
 from d3d_jax.config import DecodeConfig, SamplingParams
 
-from .conftest import PROMPTS, SAMPLED, SMALL, build, random_model, shared
+from .conftest import PROMPTS, SAMPLED, SMALL, build, random_model, run, shared
 
 GREEDY = SamplingParams()
 POLICIES = [
@@ -29,7 +29,7 @@ def test_a_random_drafter_changes_no_token(ar_tokens, policy, devices):
     for sampling in (GREEDY, SAMPLED):
         expected = ar_tokens(sampling)
         for prompt, ids in zip(PROMPTS, expected, strict=True):
-            assert engine.generate([prompt], 40, (), sampling)[0].ids == ids
+            assert run(engine, [prompt], 40, (), sampling)[0].ids == ids
 
 
 @pytest.mark.parametrize("block_size", [2, 3, 16])
@@ -38,21 +38,21 @@ def test_no_block_size_changes_a_token(ar_tokens, policy, block_size):
     engine = shared(3, DecodeConfig(block_size=block_size, **policy), 2)
     expected = ar_tokens(SAMPLED)
     for prompt, ids in zip(PROMPTS, expected, strict=True):
-        assert engine.generate([prompt], 40, (), SAMPLED)[0].ids == ids
+        assert run(engine, [prompt], 40, (), SAMPLED)[0].ids == ids
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=policy_name)
 def test_a_row_of_a_batch_is_as_it_is_alone(ar_tokens, policy):
-    engine = shared(3, DecodeConfig(block_size=4, **policy), 2)
+    engine = shared(3, DecodeConfig(block_size=4, **policy), 2, rows=3)
     for sampling in (GREEDY, SAMPLED):
-        batch = engine.generate(PROMPTS, 40, (), sampling)
+        batch = run(engine, PROMPTS, 40, (), sampling)
         assert [c.ids for c in batch] == ar_tokens(sampling)
 
 
 @pytest.mark.parametrize("policy", POLICIES[:4:3], ids=policy_name)
 def test_gumbel_drafts_change_no_token(ar_tokens, policy):
     engine = shared(3, DecodeConfig(block_size=4, draft_sampling="gumbel", **policy))
-    assert [engine.generate([p], 40, (), SAMPLED)[0].ids for p in PROMPTS] == ar_tokens(SAMPLED)
+    assert [run(engine, [p], 40, (), SAMPLED)[0].ids for p in PROMPTS] == ar_tokens(SAMPLED)
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=policy_name)
@@ -61,8 +61,8 @@ def test_a_perfect_drafter_has_every_draft_accepted(target, ar_tokens, scripted,
     expected = ar_tokens(GREEDY, new=60)
     scripted([[*p, *ids] for p, ids in zip(PROMPTS, expected, strict=True)], wrong=lambda position: False)
     drafter = random_model(SMALL, 3, block_size=4)
-    engine = build(target, drafter, DecodeConfig(block_size=4, **policy), 2)
-    for completion, ids in zip(engine.generate(PROMPTS, 40, (), GREEDY), expected, strict=True):
+    engine = build(target, drafter, DecodeConfig(block_size=4, **policy), 2, rows=3)
+    for completion, ids in zip(run(engine, PROMPTS, 40, (), GREEDY), expected, strict=True):
         assert completion.ids == ids[:40]
         assert all(r.accepted == 3 for r in completion.rounds)
         assert all(r.hit in (None, True) for r in completion.rounds)
@@ -77,8 +77,8 @@ def test_ragged_acceptance_is_exactly_what_the_drafts_deserve(target, ar_tokens,
     rows = [[*p, *ids] for p, ids in zip(PROMPTS, expected, strict=True)]
     scripted(rows, wrong=lambda position: position % period == 0)
     drafter = random_model(SMALL, 3, block_size=6)
-    engine = build(target, drafter, DecodeConfig(block_size=6, **policy), 2)
-    for prompt, completion, ids in zip(PROMPTS, engine.generate(PROMPTS, 50, (), GREEDY), expected, strict=True):
+    engine = build(target, drafter, DecodeConfig(block_size=6, **policy), 2, rows=3)
+    for prompt, completion, ids in zip(PROMPTS, run(engine, PROMPTS, 50, (), GREEDY), expected, strict=True):
         assert completion.ids == ids[:50]
         position = len(prompt)  # of the anchor
         for verified in completion.rounds:
@@ -96,7 +96,7 @@ def test_overlapped_and_step_by_step_have_the_same_rounds(policy, sampling):
     stepped = shared(0, DecodeConfig(block_size=4, step_by_step=True, **policy), 2)
     one_device = shared(0, DecodeConfig(block_size=4, **policy), 1)
     for prompt in PROMPTS:
-        a, b, c = (e.generate([prompt], 60, (), sampling)[0] for e in (overlapped, stepped, one_device))
+        a, b, c = (run(e, [prompt], 60, (), sampling)[0] for e in (overlapped, stepped, one_device))
         assert a.ids == b.ids == c.ids
         assert a.rounds == b.rounds == c.rounds
 
@@ -108,6 +108,6 @@ def test_synchronous_in_one_program_and_in_two_has_the_same_rounds():
         shared(0, DecodeConfig(mode="sync", block_size=4, step_by_step=True), 1),
     ]
     for prompt in PROMPTS:
-        a, b, c = (engine.generate([prompt], 60, (), SAMPLED)[0] for engine in engines)
+        a, b, c = (run(engine, [prompt], 60, (), SAMPLED)[0] for engine in engines)
         assert a.ids == b.ids == c.ids
         assert a.rounds == b.rounds == c.rounds

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from d3d_jax.config import SamplingParams
-from d3d_jax.decoding.sampling import choose, filtered, position_noise, to_device
+from d3d_jax.decoding.sampling import as_columns, choose, filtered, position_noise
 
 SETTINGS = [
     SamplingParams(0.7),
@@ -27,7 +27,7 @@ def test_filters_keep_what_transformers_keeps():
     from transformers.generation import logits_process as hf
 
     logits = np.random.default_rng(0).normal(size=(len(SETTINGS), 9, 200)).astype(np.float32) * 3
-    ours = np.asarray(filtered(jnp.asarray(logits), to_device(SETTINGS, jax.devices()[0])))
+    ours = np.asarray(filtered(jnp.asarray(logits), as_columns(SETTINGS)))
     for row, setting in enumerate(SETTINGS):
         scores = hf.TemperatureLogitsWarper(setting.temperature)(None, torch.tensor(logits[row]))
         if setting.top_k:
@@ -54,7 +54,7 @@ def test_noise_depends_on_seed_and_position_alone():
 def test_draws_follow_the_filtered_law():
     """200,000 positions of one law over 8 tokens, 5 of them kept: total variation under 0.01."""
     logits = jnp.asarray(np.random.default_rng(1).normal(size=8), jnp.float32)
-    setting = to_device([SamplingParams(0.9, top_k=5, seed=2)], jax.devices()[0])
+    setting = as_columns([SamplingParams(0.9, top_k=5, seed=2)])
     positions = jnp.arange(200_000)[None]
     drawn = jax.jit(choose)(jnp.broadcast_to(logits, (1, 200_000, 8)), positions, setting)
     law = jax.nn.softmax(filtered(logits[None, None], setting)[0, 0])
@@ -64,7 +64,7 @@ def test_draws_follow_the_filtered_law():
 
 def test_greedy_rows_of_a_sampled_batch_stay_greedy():
     logits = jnp.asarray(np.random.default_rng(2).normal(size=(2, 4, 30)), jnp.float32)
-    setting = to_device([SamplingParams(), SamplingParams(1.0, seed=1)], jax.devices()[0])
+    setting = as_columns([SamplingParams(), SamplingParams(1.0, seed=1)])
     tokens = choose(logits, jnp.zeros((2, 4), jnp.int32) + jnp.arange(4), setting)
     np.testing.assert_array_equal(tokens[0], logits[0].argmax(-1))
-    assert to_device([SamplingParams(), SamplingParams()], jax.devices()[0]) is None
+    assert as_columns([SamplingParams(), SamplingParams()]) is None

@@ -7,7 +7,7 @@ import pytest
 from d3d_jax.config import DecodeConfig, SamplingParams
 from d3d_jax.errors import CapacityError, CompatibilityError, ConfigError
 
-from .conftest import CONFIG, MAX_LEN, PROMPTS, SAMPLED, SMALL, build, random_model, shared
+from .conftest import CONFIG, MAX_LEN, PROMPTS, SAMPLED, SMALL, build, random_model, run, shared
 
 MODES = [{"mode": "sync"}, {"mode": "async", "miss": "keep"}, {"mode": "async", "miss": "redraft"}]
 
@@ -17,21 +17,21 @@ def test_a_stop_token_ends_the_row_wherever_it_stands(target, ar_tokens, scripte
     """With true drafts every offset in a block is met, the bonus too; other rows of the batch go on."""
     whole = ar_tokens(SAMPLED)
     scripted([[*p, *ids] for p, ids in zip(PROMPTS, whole, strict=True)], wrong=lambda position: position % 9 == 0)
-    engine = build(target, random_model(SMALL, 3, block_size=4), DecodeConfig(block_size=4, **policy), 2)
+    engine = build(target, random_model(SMALL, 3, block_size=4), DecodeConfig(block_size=4, **policy), 2, rows=3)
     for at in range(12):
         stop = whole[0][at]
         expected = [ids[: ids.index(stop) + 1] if stop in ids else ids for ids in whole]
-        completions = engine.generate(PROMPTS, 40, (stop, 71), SAMPLED)
+        completions = run(engine, PROMPTS, 40, (stop, 71), SAMPLED)
         assert [c.ids for c in completions] == expected
         assert [c.finish_reason for c in completions] == ["stop" if stop in ids else "length" for ids in whole]
 
 
 @pytest.mark.parametrize("policy", MODES, ids=lambda policy: "-".join(policy.values()))
 def test_the_budget_is_met_to_the_token(ar_tokens, policy):
-    engine = shared(0, DecodeConfig(block_size=4, **policy), 2)
+    engine = shared(0, DecodeConfig(block_size=4, **policy), 2, rows=3)
     whole = ar_tokens(SAMPLED)
     for budget in (1, 2, 3, 4, 5, 9):
-        completions = engine.generate(PROMPTS, budget, (), SAMPLED)
+        completions = run(engine, PROMPTS, budget, (), SAMPLED)
         assert [c.ids for c in completions] == [ids[:budget] for ids in whole]
         assert all(c.finish_reason == "length" for c in completions)
 
@@ -42,23 +42,23 @@ def test_a_request_may_fill_the_cache_to_its_last_slot(ar_tokens, policy):
     engine = shared(0, DecodeConfig(block_size=4, **policy), 2)
     room = MAX_LEN - 2 * 4 - len(PROMPTS[1])
     expected = ar_tokens(SAMPLED, new=room)[1]
-    assert engine.generate([PROMPTS[1]], room, (), SAMPLED)[0].ids == expected
-    with pytest.raises(CapacityError, match=f"has 40 tokens; with max_new_tokens={room + 1}"):
-        engine.generate([PROMPTS[1]], room + 1, (), SAMPLED)
+    assert run(engine, [PROMPTS[1]], room, (), SAMPLED)[0].ids == expected
+    with pytest.raises(CapacityError, match=f"has 40 tokens; with max_tokens={room + 1}"):
+        run(engine, [PROMPTS[1]], room + 1, (), SAMPLED)
 
 
 def test_the_mask_id_in_the_prompt_or_the_output_is_a_token_like_any_other(ar_tokens):
     engine = shared(0, DecodeConfig(mode="async", block_size=4, miss="redraft"), 2)
     alone = shared(0, DecodeConfig(mode="ar", block_size=4))
     prompt = [5, 64, 9, 64]
-    assert engine.generate([prompt], 30, (), SAMPLED)[0].ids == alone.generate([prompt], 30, (), SAMPLED)[0].ids
+    assert run(engine, [prompt], 30, (), SAMPLED)[0].ids == run(alone, [prompt], 30, (), SAMPLED)[0].ids
 
 
 def test_the_seed_alone_decides_a_sampled_text(ar_tokens):
     engine = shared(0, DecodeConfig(mode="async", block_size=4), 2)
-    texts = {engine.generate([PROMPTS[0]], 12, (), SamplingParams(1.0, seed=seed))[0].ids for seed in range(10)}
+    texts = {run(engine, [PROMPTS[0]], 12, (), SamplingParams(1.0, seed=seed))[0].ids for seed in range(10)}
     assert len(texts) >= 9
-    repeated = [engine.generate([PROMPTS[0]], 12, (), SamplingParams(1.0, seed=7))[0].ids for _ in range(2)]
+    repeated = [run(engine, [PROMPTS[0]], 12, (), SamplingParams(1.0, seed=7))[0].ids for _ in range(2)]
     assert repeated[0] == repeated[1]
 
 
@@ -66,7 +66,7 @@ def test_top_k_1_is_greedy_at_any_temperature(ar_tokens):
     engine = shared(0, DecodeConfig(mode="async", block_size=4), 2)
     greedy = ar_tokens(SamplingParams())
     for setting in (SamplingParams(1.0, top_k=1), SamplingParams(1.0, top_p=1e-4)):
-        assert [engine.generate([p], 40, (), setting)[0].ids for p in PROMPTS] == greedy
+        assert [run(engine, [p], 40, (), setting)[0].ids for p in PROMPTS] == greedy
 
 
 def test_nothing_compiles_after_warm_up_whatever_length_budget_seed_or_filter():
@@ -75,15 +75,14 @@ def test_nothing_compiles_after_warm_up_whatever_length_budget_seed_or_filter():
     engine = build(
         random_model(CONFIG, 0), random_model(SMALL, 3, 4), DecodeConfig(mode="async", block_size=4, miss="redraft"), 2
     )
-    engine.warm_up([10, 100], SamplingParams())
-    engine.warm_up([10, 100], SAMPLED)
+    engine.warm_up()
     compiled: list[str] = []
     count = lambda name, *_, **__: compiled.append(name) if "backend_compile" in name else None  # noqa: E731
     jax.monitoring.register_event_duration_secs_listener(count)
     for length in (1, 5, 63, 64, 65, 120):
         for sampling in (SamplingParams(), SAMPLED, SamplingParams(1.3, top_k=3, seed=5)):
-            engine.generate([[1] * length], 7, (3,), sampling)
-            engine.generate([[2] * length], 20, (3,), sampling)
+            run(engine, [[1] * length], 7, (3,), sampling)
+            run(engine, [[2] * length], 20, (3,), sampling)
     assert compiled == []
 
 
@@ -106,8 +105,8 @@ def test_malformed_requests_are_refused_before_anything_runs():
     engine = shared(0, DecodeConfig(mode="ar", block_size=4))
     for prompts, message in (([], "0 prompts"), ([[]], "prompt 0 is empty"), ([[1], [72]], "prompt 1 holds id 72")):
         with pytest.raises(CapacityError, match=message):
-            engine.generate(prompts, 5, ())
-    with pytest.raises(CapacityError, match="max_new_tokens=0"):
-        engine.generate([[1]], 0, ())
+            run(engine, prompts, 5, ())
+    with pytest.raises(ConfigError, match="max_tokens must be at least 1"):
+        run(engine, [[1]], 0, ())
     with pytest.raises(ConfigError, match="temperature=0 is greedy and ignores"):
         SamplingParams(temperature=0, top_k=5)

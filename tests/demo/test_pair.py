@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -34,10 +35,16 @@ def completions():
     for name, (decode, devices) in LANES.items():
         places = (jax.devices()[0], jax.devices()[devices - 1])
         engine = Engine(
-            pair.target, pair.drafter, decode, devices=places, max_len=384, num_token_ids=pair.num_token_ids
+            pair.target,
+            pair.drafter,
+            decode,
+            devices=places,
+            max_len=384,
+            num_token_ids=pair.num_token_ids,
+            stop_ids=pair.stop_ids,
         )
         for setting, sampling in SETTINGS.items():
-            found[name, setting] = [engine.generate([p], 128, pair.stop_ids, sampling)[0] for p in prompts]
+            found[name, setting] = [engine.generate([p], replace(sampling, max_tokens=128))[0] for p in prompts]
     return found
 
 
