@@ -81,7 +81,8 @@ class Engine:
         if max_batch < 1:
             raise CapacityError(f"max_batch={max_batch}; an engine has at least one row")
         self.decode, self.max_len, self.max_batch = decode, max_len, max_batch
-        self._stop_ids, self._tokenizer, self._config = tuple(stop_ids), tokenizer, target.config
+        self.tokenizer = tokenizer
+        self._stop_ids, self._config = tuple(stop_ids), target.config
         side, how = None, None
         if decode.mode != "ar" and drafter is not None and drafter.drafter is not None:
             side = Side.place(drafter, devices[1], max_len, dtype)
@@ -222,7 +223,7 @@ class Engine:
         Raises:
             CompatibilityError: where the engine has no tokenizer.
         """
-        if self._tokenizer is None:
+        if self.tokenizer is None:
             raise CompatibilityError("streaming gives text; make the engine with its tokenizer")
         return self._pieces(self.submit(prompt, params, listens=True))
 
@@ -254,7 +255,7 @@ class Engine:
     def _warm_ups(
         self, prompt_lengths: Sequence[int] | None, params: Sequence[SamplingParams] | None
     ) -> list[tuple[int, SamplingParams]]:
-        longest = self.max_len - self._past_end - 3
+        longest = min(self.max_len - self._past_end, self._config.max_position_embeddings) - 3
         lengths = sizes_for(self.max_len) if prompt_lengths is None else prompt_lengths
         chunk_sizes = {size: min(n, longest) for n in lengths for _, size in plan(min(n, longest), self.max_len)}
         every = (SamplingParams(), SamplingParams(temperature=1.0)) if params is None else params
@@ -263,16 +264,16 @@ class Engine:
 
     def _request(self, name: str, prompt: Prompt, params: SamplingParams, listens: bool = False) -> Request:
         if isinstance(prompt, str):
-            if self._tokenizer is None:
+            if self.tokenizer is None:
                 raise CompatibilityError(f"{name} is a text; make the engine with its tokenizer, or give token ids")
-            ids: Sequence[int] = self._tokenizer(prompt)["input_ids"]
+            ids: Sequence[int] = self.tokenizer(prompt)["input_ids"]
         else:
             ids = prompt
-        if params.stop and self._tokenizer is None:
+        if params.stop and self.tokenizer is None:
             raise CompatibilityError(f"stop={params.stop} are texts; make the engine with its tokenizer")
         tokens = check_prompt(name, ids, params.max_tokens, self._config, self._past_end, self.max_len)
         ends = (() if params.ignore_eos else self._stop_ids) + params.stop_token_ids
-        return Request(ids, params, ends, tokens, self._tokenizer, listens)
+        return Request(ids, params, ends, tokens, self.tokenizer, listens)
 
     def _pieces(self, request: Request) -> Iterator[Piece]:
         try:

@@ -42,7 +42,7 @@ def test_without_a_drafter_the_target_talks_alone(monkeypatch, pair, capsys):
 
 @pytest.mark.parametrize(
     ("words", "said"),
-    [(["--mode", "sync", "--miss", "keep"], "for --mode async"), (["--max-len", "20"], "leaves no room")],
+    [(["--mode", "sync", "--miss", "keep"], "for --mode async"), (["--max-len", "16"], "leaves no room")],
 )
 def test_flags_that_make_no_sense_are_one_line(monkeypatch, pair, capsys, words, said):
     assert chat(monkeypatch, pair, "", *words) == 2
