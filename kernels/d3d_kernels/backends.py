@@ -12,10 +12,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-BACKENDS = ("xla", "mosaic_tpu")
+BACKENDS = ("xla", "mosaic_gpu", "triton", "mosaic_tpu")
 ATTENTION, DECODE = "interval_attention", "interval_decode"
 
-_BF16, _F32 = "bfloat16", "float32"
+_BF16, _F16, _F32 = "bfloat16", "float16", "float32"
 
 
 class Limit(NamedTuple):
@@ -28,11 +28,15 @@ class Limit(NamedTuple):
 
 LIMITS = {
     "xla": Limit((ATTENTION, DECODE)),
+    "triton": Limit((ATTENTION, DECODE), (_BF16, _F16, _F32), (16, 32, 64, 128)),
     "mosaic_tpu": Limit((ATTENTION, DECODE), (_BF16, _F32), (64, 128, 256)),
+    # wgmma multiplies 16-bit numbers, and its tiles of 128-byte rows hold 64 of them
+    "mosaic_gpu": Limit((DECODE,), (_BF16, _F16), (64, 128)),
 }
 
-# What `auto` tries on a platform, in this order.
-_AUTO = {"cpu": ("xla",), "tpu": ("mosaic_tpu",)}
+# What `auto` tries on a platform, in this order. Kernels of Mosaic GPU need Hopper: see `_preferred`.
+_AUTO = {"cpu": ("xla",), "tpu": ("mosaic_tpu",), "gpu": ("mosaic_gpu", "triton")}
+_HOPPER = 9.0
 
 
 def fault(backend: str, operation: str, head_dim: int, dtypes: Sequence[jax.typing.DTypeLike]) -> str | None:
@@ -82,7 +86,10 @@ def _preferred() -> tuple[str, ...]:
     if device is None:
         device = jax.local_devices()[0]
     platform = device if isinstance(device, str) else device.platform
-    names = _AUTO.get(platform)
+    names = _AUTO.get({"cuda": "gpu", "rocm": "gpu"}.get(platform, platform))
     if names is None:
         raise ValueError(f"attention backend 'auto' knows no kernels for platform {platform!r}; name one: xla")
+    capability = getattr(device, "compute_capability", None)
+    if platform in ("gpu", "cuda") and (capability is None or float(capability) != _HOPPER):
+        return tuple(name for name in names if name != "mosaic_gpu")
     return names

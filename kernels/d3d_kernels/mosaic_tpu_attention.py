@@ -21,9 +21,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from d3d_kernels.differentiable import TileShape
 from d3d_kernels.plan import Tiles
-
-HIDDEN = -1e30  # score of a key that a query may not see
-LOWEST = -5e29  # a maximum starts here: exp2(HIDDEN - LOWEST) is 0, also for a query that sees nothing
+from d3d_kernels.scores import HIDDEN, LOWEST, cost, dot, inside, scaled
 
 
 def forward(
@@ -150,19 +148,7 @@ def visible(bounds_ref: Any, first_key: jax.Array, shape: tuple[int, ...]) -> ja
     """The mask of a transposed tile [keys, queries]; `bounds_ref` is int32 [4, queries]."""
     key = first_key + jax.lax.broadcasted_iota(jnp.int32, shape, 0)
     lo1, hi1, lo2, hi2 = (bounds_ref[i : i + 1, :] for i in range(4))
-    return ((key >= lo1) & (key < hi1)) | ((key >= lo2) & (key < hi2))
-
-
-def scaled(queries: jax.Array, scale: float) -> jax.Array:
-    """Queries times `scale`, rounded to their type: the same numbers in the forward and the backward pass."""
-    return (queries.astype(jnp.float32) * scale).astype(queries.dtype)
-
-
-def dot(a: jax.Array, b: jax.Array, a_axis: int, b_axis: int) -> jax.Array:
-    """A product summed over one axis of each, in float32; float32 operands are not rounded to bfloat16 for it."""
-    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
-    axes = (((a_axis,), (b_axis,)), ((), ()))
-    return jax.lax.dot_general(a, b, axes, precision=precision, preferred_element_type=jnp.float32)
+    return inside(key, lo1, hi1, lo2, hi2)
 
 
 def steps(tiles: Tiles, interpret: Any) -> jax.Array | int:
@@ -172,14 +158,3 @@ def steps(tiles: Tiles, interpret: Any) -> jax.Array | int:
     static grids only.
     """
     return tiles.entry.shape[-1] if interpret is True else jnp.maximum(tiles.count.max(), 1)
-
-
-def cost(q_BNTH: jax.Array, k_BKSH: jax.Array, products: int, share: float = 0.5) -> pl.CostEstimate:
-    """For the scheduler around the kernel. The mask is not known here: `share` of the scores are taken as visible."""
-    batch, heads, num_queries, width = q_BNTH.shape
-    scores = int(share * batch * heads * num_queries * k_BKSH.shape[2])
-    return pl.CostEstimate(
-        flops=2 * products * width * scores,
-        transcendentals=scores,
-        bytes_accessed=2 * q_BNTH.size * q_BNTH.dtype.itemsize + 2 * k_BKSH.size * k_BKSH.dtype.itemsize,
-    )

@@ -16,8 +16,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from d3d_kernels.differentiable import TileShape
-from d3d_kernels.mosaic_tpu_attention import HIDDEN, cost, dot, scaled, steps, visible, when_listed
+from d3d_kernels.mosaic_tpu_attention import steps, visible, when_listed
 from d3d_kernels.plan import AttentionPlan
+from d3d_kernels.scores import HIDDEN, cost, dot, scaled
 
 _LN2 = math.log(2)
 

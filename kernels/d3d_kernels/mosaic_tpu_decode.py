@@ -17,8 +17,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from d3d_kernels.intervals import Intervals
-from d3d_kernels.mosaic_tpu_attention import HIDDEN, LOWEST, cost, dot, steps, when_listed
+from d3d_kernels.mosaic_tpu_attention import steps, when_listed
 from d3d_kernels.plan import Tiles
+from d3d_kernels.scores import HIDDEN, LOWEST, cost, dot, inside
 from d3d_kernels.split_decode import DecodeShape
 
 _LANES = 128
@@ -133,8 +134,8 @@ def _kernel(count, entry, cached, bounds_ref, q_ref, *refs, shape, num_keys, cac
         if masked:
             there = num_keys[source] - tile * size  # keys of this tile that exist
             key = jax.lax.broadcasted_iota(jnp.int32, score.shape, 1)
-            lo1, hi1, lo2, hi2 = (bounds_ref[:, i : i + 1] - source * num_keys[0] - tile * size for i in range(4))
-            seen = ((key >= lo1) & (key < hi1)) | ((key >= lo2) & (key < hi2))
+            first_slot = source * num_keys[0] + tile * size
+            seen = inside(key, *(bounds_ref[:, i : i + 1] - first_slot for i in range(4)))
             if num_keys[source] % size:  # what lies behind the end is anything, also NaN
                 seen &= key < there
                 value = jnp.where(jax.lax.broadcasted_iota(jnp.int32, value.shape, 0) < there, value, 0)

@@ -115,3 +115,16 @@ def split(tiles: Tiles, num_splits: int) -> Tiles:
     at = jnp.minimum(at, width - 1).reshape(batch, rows, -1)
     entry = jnp.take_along_axis(tiles.entry, at, -1)
     return Tiles(count.reshape(batch, -1), entry.reshape(batch, rows * num_splits, -1))
+
+
+def in_phases(tiles: Tiles, first_new: int) -> Tiles:
+    """The same lists ordered by kind, for kernels that run one loop over each: `count` becomes int32 [B, I, 3].
+
+    First come tiles below `first_new` that need a mask, then full ones, then tiles from `first_new` on. Phase p ends
+    before entry `count[..., p]`. The order of tiles does not change what an online softmax gives.
+    """
+    listed = jnp.arange(tiles.entry.shape[-1]) < tiles.count[..., None]
+    phase = jnp.where(tiles.entry >> 1 < first_new, tiles.entry & 1, 2)
+    order = jnp.argsort(jnp.where(listed, phase, 3), axis=-1, stable=True)
+    ends = jnp.cumsum(jnp.stack([(listed & (phase == p)).sum(-1) for p in range(3)], axis=-1), axis=-1)
+    return Tiles(ends.astype(jnp.int32), jnp.take_along_axis(tiles.entry, order, -1))

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from d3d_kernels.intervals import Intervals
 from d3d_kernels.merge import merge_stacked
@@ -41,8 +42,16 @@ def decode(
     kv_heads = sources[0][0].shape[1]
     sizes = [k.shape[2] for k, _ in sources]
     shape = decode_shape(batch, kv_heads, num_queries * heads // kv_heads, sizes, num_splits, backend)
-    rows = pack(q_BNTH, kv_heads, shape.rows)
+    if sizes[0] < shape.keys:
+        raise ValueError(
+            f"interval_decode: backend {backend!r} takes a cache of at least {shape.keys} slots, not {sizes[0]}; "
+            "give it more slots, or name backend xla"
+        )
     bounds = pack_intervals(within(intervals, sum(sizes)), heads // kv_heads, shape.rows)
+    if len(sources) > 1:
+        sources = [sources[0], _padded(sources[1], shape.new_keys)]  # behind the last bound: never seen
+        sizes[1] = sources[1][0].shape[2]
+    rows = pack(q_BNTH, kv_heads, shape.rows)
     tiles = key_tiles(bounds, list(zip(sizes, (shape.keys, shape.new_keys), strict=False)), shape.rows)
     kernels = importlib.import_module(f"d3d_kernels.{backend}_decode")
     output, lse = kernels.decode(rows, sources, bounds, split(tiles, shape.splits), shape, scale * LOG2E, interpret)
@@ -51,6 +60,12 @@ def decode(
     else:
         output, lse = merge_stacked(output, lse)
     return unpack(output.astype(q_BNTH.dtype), heads, num_queries), unpack(lse, heads, num_queries)
+
+
+def _padded(source: tuple[jax.Array, jax.Array], size: int) -> tuple[jax.Array, jax.Array]:
+    """The few new keys, not fewer than a tile."""
+    k, v = (jnp.pad(array, ((0, 0), (0, 0), (0, max(0, size - array.shape[2])), (0, 0))) for array in source)
+    return k, v
 
 
 def decode_shape(

@@ -27,6 +27,9 @@ def on(monkeypatch, platform: str, capability: str | None = None) -> None:
         ("cpu", None, ATTENTION, "xla"),
         ("tpu", None, ATTENTION, "mosaic_tpu"),
         ("tpu", None, DECODE, "mosaic_tpu"),
+        ("gpu", "9.0", DECODE, "mosaic_gpu"),
+        ("gpu", "8.0", DECODE, "triton"),
+        ("gpu", "8.0", ATTENTION, "triton"),
     ],
 )
 def test_auto_is_the_backend_of_the_device(monkeypatch, platform, capability, operation, expected):
@@ -40,6 +43,11 @@ def test_a_named_backend_is_used_on_any_device(monkeypatch, backend):
     assert choose(backend, DECODE, 128, BF16) == backend
 
 
+def test_auto_on_hopper_takes_float32_to_triton_since_wgmma_has_16_bits(monkeypatch):
+    on(monkeypatch, "gpu", "9.0")
+    assert choose("auto", DECODE, 64, [jnp.float32] * 3) == "triton"
+
+
 def test_auto_is_never_another_kind_of_implementation_because_shapes_are_awkward(monkeypatch):
     on(monkeypatch, "tpu")
     with pytest.raises(
@@ -49,8 +57,12 @@ def test_auto_is_never_another_kind_of_implementation_because_shapes_are_awkward
 
 
 def test_a_named_backend_is_refused_with_its_limit_and_those_that_can():
-    with pytest.raises(ValueError, match=r"of one type.*not bfloat16, float32.*can: xla"):
-        choose("mosaic_tpu", DECODE, 64, [jnp.float32, jnp.bfloat16])
+    with pytest.raises(
+        ValueError, match=r"mosaic_gpu: it takes q, k and v of one type.*not float32.*xla, triton, mosaic_tpu"
+    ):
+        choose("mosaic_gpu", DECODE, 64, [jnp.float32] * 3)
+    with pytest.raises(ValueError, match=r"of one type.*not bfloat16, float32"):
+        choose("triton", DECODE, 64, [jnp.float32, jnp.bfloat16])
 
 
 def test_an_unknown_platform_has_no_auto(monkeypatch):

@@ -20,8 +20,8 @@ from d3d_kernels import (
 )
 from d3d_kernels.backends import ATTENTION, DECODE, LIMITS
 
-TRAINING = [name for name in ("mosaic_tpu",) if ATTENTION in LIMITS[name].operations]
-DECODING = [name for name in ("mosaic_tpu",) if DECODE in LIMITS[name].operations]
+TRAINING = [name for name in ("mosaic_tpu", "triton") if ATTENTION in LIMITS[name].operations]
+DECODING = [name for name in ("mosaic_tpu", "triton") if DECODE in LIMITS[name].operations]
 
 
 class Case(NamedTuple):
@@ -99,8 +99,7 @@ def test_training_attention_its_lse_and_gradients_are_those_of_the_reference(bac
     assert not np.asarray(exact(found[0]))[0, :, 1].any() and not np.asarray(exact(found[2]))[0, :, 1].any()
 
 
-@pytest.mark.parametrize("num_splits", [1, 3])
-@pytest.mark.parametrize("case", DECODE_CASES, ids=str)
+@pytest.mark.parametrize(("case", "num_splits"), zip(DECODE_CASES, (1, 3, 2), strict=True), ids=str)
 @pytest.mark.parametrize("backend", DECODING)
 def test_decoding_over_cache_and_new_keys_is_that_of_the_reference(backend, case, num_splits):
     q, k, v, _ = arrays(case)

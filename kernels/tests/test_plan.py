@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from d3d_kernels import Intervals, dense_mask, training_intervals
-from d3d_kernels.plan import Tiles, key_tiles, query_tiles, split, within
+from d3d_kernels.plan import Tiles, in_phases, key_tiles, query_tiles, split, within
 from d3d_kernels.rows import pack, pack_intervals, unpack
 from d3d_kernels.tuning import ATTENTION_TILES, DECODE_TILES, even_tile, key_tile, splits_for, tile_for
 
@@ -84,6 +84,23 @@ def test_splits_share_a_list_and_lose_nothing(num_splits):
             assert max(map(len, own)) <= -(-len(entries) // num_splits)
 
 
+def test_phases_reorder_a_list_and_lose_nothing():
+    intervals = random_intervals(1, 8, 60)
+    plan = key_tiles(within(intervals, 60), [(40, 4), (20, 4)], 4)
+    phases = in_phases(plan, 10)
+    for entries, ends, row in zip(
+        [row for batch in listed(plan) for row in batch],
+        np.asarray(phases.count).reshape(-1, 3).tolist(),
+        np.asarray(phases.entry).reshape(4, -1).tolist(),
+        strict=True,
+    ):
+        kinds = [[], [], []]
+        for tile, full in entries:
+            kinds[2 if tile >= 10 else int(full)].append(2 * tile + full)
+        assert ends == np.cumsum([len(kind) for kind in kinds]).tolist()
+        assert row[: ends[2]] == [*kinds[0], *kinds[1], *kinds[2]]
+
+
 def test_new_bounds_compile_nothing_again():
     traced = []
 
@@ -112,7 +129,9 @@ def test_tiles_fit_short_rows_and_waste_little():
     assert [even_tile(rows, 512, 16) for rows in (64, 100, 1088)] == [64, 112, 368]
     assert [even_tile(rows, 64, 0) for rows in (1, 20, 300)] == [16, 32, 64]
     table = DECODE_TILES["mosaic_tpu"]
-    assert [key_tile(table, *case) for case in ((64, 32768), (64, 600), (368, 32768), (64, 17))] == [1024, 600, 512, 17]
+    found = [key_tile(table, *case) for case in ((64, 32768), (64, 600), (368, 32768), (64, 17))]
+    assert found == [1024, 600, 512, 17]
+    assert [key_tile(DECODE_TILES["triton"], 64, size) for size in (5, 40, 900)] == [16, 32, 64]
     for table in ATTENTION_TILES.values():
         assert all(size % table.least == 0 for shape in (table.forward, table.backward) for size in shape)
 
