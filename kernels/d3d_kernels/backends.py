@@ -82,7 +82,7 @@ def choose(backend: str, operation: str, head_dim: int, dtypes: Sequence[jax.typ
 
 def _preferred() -> tuple[str, ...]:
     """Backends of the device on which arrays lie by default, best first."""
-    device = jax.config.jax_default_device
+    device = getattr(jax.config, "jax_default_device", None)
     if device is None:
         device = jax.local_devices()[0]
     platform = device if isinstance(device, str) else device.platform

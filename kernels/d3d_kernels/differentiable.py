@@ -57,7 +57,8 @@ def attention(
     _check_plan(made, settings, padded_queries, padded_keys)
     q, k, v = _pad(q_BNTH, padded_queries), _pad(k_BKSH, padded_keys), _pad(v_BKSH, padded_keys)
     bounds = jnp.stack(_padded(intervals, num_keys, padded_queries), axis=1)
-    output, lse = _attend(settings, q, k, v, bounds, made)
+    result: Any = _attend(settings, q, k, v, bounds, made)
+    output, lse = result
     return output[:, :, :num_queries], lse[:, :, :num_queries]
 
 

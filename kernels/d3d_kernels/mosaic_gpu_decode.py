@@ -95,6 +95,10 @@ def _tiled(shape: tuple[int, ...], dtype: Any) -> Any:
     return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(_SWIZZLE)))
 
 
+def _accumulator(shape: tuple[int, ...]) -> Any:
+    return plgpu.ACC(shape, jnp.float32)  # pyright: ignore[reportPrivateImportUsage]
+
+
 def _kernel(
     ends_ref,
     entry_ref,
@@ -172,7 +176,7 @@ def _kernel(
                 plgpu.wgmma(acc, q_smem, transposed(k_smem.at[slot]))
                 return acc[...]
 
-            score = pl.run_scoped(multiply_keys, plgpu.ACC(tile, jnp.float32)) * scale
+            score = pl.run_scoped(multiply_keys, _accumulator(tile)) * scale
             plgpu.barrier_arrive(k_free.at[slot])
             if masked:
                 first, read = first_key(n, source)
@@ -194,7 +198,7 @@ def _kernel(
                 plgpu.wgmma(acc, weight_smem if weights_in_smem else weight, v_smem.at[slot])
                 return acc[...]
 
-            output = output + pl.run_scoped(multiply_values, plgpu.ACC((shape.rows, width), jnp.float32))
+            output = output + pl.run_scoped(multiply_values, _accumulator((shape.rows, width)))
             plgpu.barrier_arrive(v_free.at[slot])
             return highest, total, output
 

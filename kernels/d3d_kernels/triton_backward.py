@@ -158,7 +158,7 @@ def _key_kernel(
     key, value = k_ref[...], v_ref[...]
     first_key = pl.program_id(2) * shape.keys
 
-    def add(masked: bool, start: jax.Array, length: jax.Array, n: jax.Array, state: tuple) -> tuple:
+    def add(masked: bool, start: jax.Array | int, length: jax.Array, n: jax.Array, state: tuple) -> tuple:
         for_key, for_value = state
         head = n // length
         rows = pl.ds((entry_ref[start + n - head * length] >> 1) * shape.queries, shape.queries)

@@ -52,7 +52,7 @@ def packed_shapes(heads: int) -> tuple:
 def test_hopper_decoding_multiplies_by_wgmma_loads_by_tma_and_spills_nothing(mesh_of, dump, model, shapes):
     mesh = mesh_of("h200")
     compiled = ahead_of_time.compile_for(mesh, decode_with("mosaic_gpu"), *shapes(HEADS[model]))
-    assert compiled.memory_analysis().temp_size_in_bytes < 50e6  # partial results, never a cache
+    assert compiled.memory_analysis().temp_size_in_bytes < 100e6  # partial results, never a cache
     (kernel,) = ahead_of_time.gpu_resources(dump)
     assert kernel.spill_bytes == 0 and kernel.registers <= 240
     assert kernel.wgmma > 0 and kernel.tma_loads > 0
@@ -63,7 +63,7 @@ def test_triton_kernels_compile_and_keep_little(mesh_of, model):
     mesh, heads = mesh_of("h200"), HEADS[model]
     for shapes in (verify_shapes, packed_shapes):
         compiled = ahead_of_time.compile_for(mesh, decode_with("triton"), *shapes(heads))
-        assert compiled.memory_analysis().temp_size_in_bytes < 50e6
+        assert compiled.memory_analysis().temp_size_in_bytes < 100e6
     q, k = shape(2, heads, 8192, WIDTH), shape(2, KV_HEADS, 8192, WIDTH)
     compiled = ahead_of_time.compile_for(mesh, train, q, k, k, q, bounds(2, 8192))
     assert compiled.memory_analysis().temp_size_in_bytes < 150e6

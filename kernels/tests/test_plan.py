@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -32,50 +34,58 @@ def listed(tiles: Tiles) -> list[list[list[tuple[int, bool]]]]:
     ]
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_a_plan_covers_every_visible_key_and_full_means_full(seed):
-    rng = np.random.default_rng(seed + 100)
-    query_tile, key_tile = int(rng.choice([1, 4, 8])), int(rng.choice([2, 8, 16]))
-    num_queries, num_keys = query_tile * int(rng.integers(1, 7)), int(rng.integers(1, 70))
-    intervals = random_intervals(seed, num_queries, num_keys)
-    mask = np.asarray(dense_mask(intervals, num_keys))
-    plan = listed(key_tiles(within(intervals, num_keys), [(num_keys, key_tile)], query_tile))
-    transposed = listed(query_tiles(intervals, num_keys, query_tile, key_tile))
-    for b, i, j in np.ndindex(BATCH, num_queries // query_tile, -(-num_keys // key_tile)):
-        tile = mask[b, i * query_tile : (i + 1) * query_tile, j * key_tile : (j + 1) * key_tile]
-        full = dict(plan[b][i]).get(j)
-        assert full is not None or not tile.any()
-        if full:
-            assert tile.all() and tile.shape[1] == key_tile
-        assert dict(transposed[b][j]).get(i) == full
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def plans(intervals: Intervals, num_keys: int, query_tile: int, key_tile: int) -> tuple[Tiles, Tiles, jax.Array]:
+    """Key tiles of query tiles, query tiles of key tiles, and the dense mask."""
+    by_query = key_tiles(within(intervals, num_keys), [(num_keys, key_tile)], query_tile)
+    return by_query, query_tiles(intervals, num_keys, query_tile, key_tile), dense_mask(intervals, num_keys)
+
+
+@pytest.mark.parametrize(("query_tile", "key_tile", "num_queries", "num_keys"), [(4, 8, 24, 61), (1, 2, 5, 16)])
+def test_a_plan_covers_every_visible_key_and_full_means_full(query_tile, key_tile, num_queries, num_keys):
+    seen_full = 0
+    for seed in range(12):
+        by_query, by_key, mask = plans(random_intervals(seed, num_queries, num_keys), num_keys, query_tile, key_tile)
+        plan, transposed, mask = listed(by_query), listed(by_key), np.asarray(mask)
+        for b, i, j in np.ndindex(BATCH, num_queries // query_tile, -(-num_keys // key_tile)):
+            tile = mask[b, i * query_tile : (i + 1) * query_tile, j * key_tile : (j + 1) * key_tile]
+            full = dict(plan[b][i]).get(j)
+            assert full is not None or not tile.any()
+            if full:
+                assert tile.all() and tile.shape[1] == key_tile
+                seen_full += 1
+            assert dict(transposed[b][j]).get(i) == full
+    assert seen_full > 10
 
 
 def test_a_causal_plan_is_a_triangle_whose_inside_is_full():
     end = jnp.arange(1, 33)[None]
-    plan = key_tiles(Intervals(end * 0, end, end * 0, end * 0), [(32, 8)], 8)
+    plan, _, _ = plans(Intervals(end * 0, end, end * 0, end * 0), 32, 8, 8)
     assert listed(plan)[0] == [[(j, j < i) for j in range(i + 1)] for i in range(4)]
     assert np.asarray(plan.entry)[0, 1].tolist() == [1, 2, 2, 2]  # the tail repeats the last entry
 
 
 def test_masked_blocks_touch_their_context_and_themselves():
-    document = jnp.zeros((1, 64), jnp.int32)
-    intervals = training_intervals(document, jnp.asarray([[3, 40]]), 16)
-    plan = listed(key_tiles(intervals, [(96, 16)], 16))[0]
-    assert plan[4:] == [[(0, False), (4, True)], [(0, True), (1, True), (2, False), (5, True)]]
+    @jax.jit
+    def plan(document, start):
+        return key_tiles(training_intervals(document, start, 16), [(96, 16)], 16)
+
+    found = listed(plan(jnp.zeros((1, 64), jnp.int32), jnp.asarray([[3, 40]])))[0]
+    assert found[4:] == [[(0, False), (4, True)], [(0, True), (1, True), (2, False), (5, True)]]
 
 
 def test_sources_are_numbered_through_and_a_source_that_ends_inside_a_tile_has_no_full_tile_there():
     row = jnp.asarray([[0, 0]])
     intervals = Intervals(row, row + 20, row + 20, row + 26)  # a cache of 20 in tiles of 8, then 6 keys in tiles of 4
-    plan = listed(key_tiles(within(intervals, 26), [(20, 8), (6, 4)], 2))[0]
-    assert plan == [[(0, True), (1, True), (2, False), (3, True), (4, False)]]
+    plan = jax.jit(lambda intervals: key_tiles(within(intervals, 26), [(20, 8), (6, 4)], 2))(intervals)
+    assert listed(plan)[0] == [[(0, True), (1, True), (2, False), (3, True), (4, False)]]
 
 
 @pytest.mark.parametrize("num_splits", [1, 2, 3, 7])
 def test_splits_share_a_list_and_lose_nothing(num_splits):
     intervals = random_intervals(3, 8, 60)
-    plan = key_tiles(within(intervals, 60), [(60, 4)], 4)
-    parts = split(plan, num_splits)
+    plan, _, _ = plans(intervals, 60, 4, 4)
+    parts = jax.jit(split, static_argnums=1)(plan, num_splits)
     assert parts.entry.shape == (BATCH, 2 * num_splits, -(-15 // num_splits))
     for whole, row in zip(listed(plan), listed(parts), strict=True):
         for i, entries in enumerate(whole):
@@ -86,8 +96,8 @@ def test_splits_share_a_list_and_lose_nothing(num_splits):
 
 def test_phases_reorder_a_list_and_lose_nothing():
     intervals = random_intervals(1, 8, 60)
-    plan = key_tiles(within(intervals, 60), [(40, 4), (20, 4)], 4)
-    phases = in_phases(plan, 10)
+    plan, _, _ = plans(intervals, 60, 4, 4)
+    phases = jax.jit(in_phases, static_argnums=1)(plan, 10)
     for entries, ends, row in zip(
         [row for batch in listed(plan) for row in batch],
         np.asarray(phases.count).reshape(-1, 3).tolist(),
