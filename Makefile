@@ -10,10 +10,10 @@ FORMATTED := d3d_jax kernels scripts tests
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help venv demo test lint typecheck format clean
+.PHONY: help venv demo test test-aot lint typecheck format clean
 
 help: ## this list
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1 \2/p' $(MAKEFILE_LIST) | awk '{ printf "  %s %-10s", $$1, $$2; $$1 = $$2 = ""; print }'
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1 \2/p' $(MAKEFILE_LIST) | awk '{ printf "  %s %-10s", $$1, $$2; $$1 = $$2 = ""; print }'
 	@echo '  Variables: PYTHON=python3.12 (what .venv is made from), ARGS="..." (passed on by demo and test)'
 
 venv: $(STAMP)-test $(STAMP)-dev ## set up .venv with everything that developing needs
@@ -23,6 +23,9 @@ demo: $(STAMP)-base ## decode with the embedded pair: ar, sync and async side by
 
 test: $(STAMP)-test ## run the tests; ARGS='-m "not slow"' narrows them
 	$(BIN)/pytest $(ARGS)
+
+test-aot: $(STAMP)-test ## compile the kernels for TPU and GPU without one; skips compilers that are not installed
+	$(BIN)/pytest kernels/tests -m aot $(ARGS)
 
 lint: $(STAMP)-dev ## check style and format
 	$(BIN)/ruff check

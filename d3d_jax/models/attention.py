@@ -1,22 +1,32 @@
 """Where a layer's keys and values go, and what its queries see: the bridge to `d3d_kernels`.
 
-Each function makes an `Attend` for `models.layers.layer`.
+Each function makes an `Attend` for `models.layers.layer`. A compiler does not split a kernel over devices: under
+`jax.set_mesh`, kernels run on each device's own rows and heads. The `xla` backend is left to the compiler.
 """
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import jax
+from jax.sharding import PartitionSpec
 
 from d3d_jax.models.cache import write
 from d3d_jax.models.layers import Attend
 from d3d_kernels import Intervals, interval_attention, interval_decode
+from d3d_kernels.backends import ATTENTION, DECODE, choose
+
+_ROWS = ("data", "fsdp")  # mesh axes over the batch, as in `devices.sharding`
+_HEADS = "tensor"
 
 
-def attend_within(intervals: Intervals, backend: str = "auto") -> Attend:
+def attend_within(intervals: Intervals, backend: str = "auto", interpret: Any = False) -> Attend:
     """Queries and keys of the same rows: training, and any pass without a cache."""
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, None]:
-        return interval_attention(q, k, v, intervals, backend=backend), None
+        chosen = choose(backend, ATTENTION, q.shape[-1], [q.dtype, k.dtype, v.dtype])
+        return _each_device(partial(interval_attention, backend=chosen, interpret=interpret), q, k, v, intervals), None
 
     return attend
 
@@ -29,6 +39,7 @@ def attend_cached(
     intervals: Intervals,
     backend: str = "auto",
     slot: jax.Array | None = None,
+    interpret: Any = False,
 ) -> Attend:
     """The first `num_clean` rows are written to the cache at `start`; later rows (the masked ones) are
     seen in this pass alone, as slots S, S+1, ... Keeps the new (k_cache, v_cache).
@@ -39,12 +50,31 @@ def attend_cached(
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         k_slots = write(k_cache_BKSH, k[:, :, :num_clean], start_B, slot)
         v_slots = write(v_cache_BKSH, v[:, :, :num_clean], start_B, slot)
-        k_new, v_new = (k[:, :, num_clean:], v[:, :, num_clean:]) if num_clean < k.shape[2] else (None, None)
+        new = (k[:, :, num_clean:], v[:, :, num_clean:]) if num_clean < k.shape[2] else ()
         if slot is not None:
             k_rows, v_rows = (jax.lax.dynamic_slice_in_dim(slots, slot, 1) for slots in (k_slots, v_slots))
         else:
             k_rows, v_rows = (k_slots[None], v_slots[None]) if k_slots.ndim == 3 else (k_slots, v_slots)
-        output = interval_decode(q, k_rows, v_rows, intervals, k_new_BKTH=k_new, v_new_BKTH=v_new, backend=backend)
-        return output, (k_slots, v_slots)
+        chosen = choose(backend, DECODE, q.shape[-1], [array.dtype for array in (q, k_rows, v_rows, *new)])
+        decode = partial(_decode, backend=chosen, interpret=interpret)
+        return _each_device(decode, q, k_rows, v_rows, intervals, *new), (k_slots, v_slots)
 
     return attend
+
+
+def _decode(
+    q: jax.Array, k: jax.Array, v: jax.Array, intervals: Intervals, *new: jax.Array, backend: str, interpret: Any
+) -> jax.Array:
+    k_new, v_new = new or (None, None)
+    return interval_decode(q, k, v, intervals, k_new_BKTH=k_new, v_new_BKTH=v_new, backend=backend, interpret=interpret)
+
+
+def _each_device(attend: partial, *operands: Any) -> jax.Array:
+    """`attend` on arrays [B, heads, ...] and intervals [B, T], split over the mesh in use if it is a kernel's."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if attend.keywords["backend"] == "xla" or mesh.empty or mesh.size == 1:
+        return attend(*operands)
+    heads, rows = PartitionSpec(_ROWS, _HEADS), PartitionSpec(_ROWS)
+    specs = tuple(rows if isinstance(operand, Intervals) else heads for operand in operands)
+    # which values differ between devices is not tracked through kernels, so it cannot be checked
+    return jax.shard_map(attend, in_specs=specs, out_specs=heads, check_vma=False)(*operands)

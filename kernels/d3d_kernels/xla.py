@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import jax
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 
 from d3d_kernels.intervals import Intervals, dense_mask
 
+LOG2E = math.log2(math.e)
 _NEGATIVE = -1e30  # finite, so that a fully masked row gives 0 and no NaN, forward and backward
 
 # Scores that exist at one time. On CPU, chunks that fit a core's share of the cache make a training step's attention
@@ -18,9 +20,13 @@ MIN_CHUNK = 64
 
 
 def attention(
-    q_BNTH: jax.Array, sources: Sequence[tuple[jax.Array, jax.Array]], intervals: Intervals, scale: float
-) -> jax.Array:
-    """Softmax attention over the keys of all `sources`, addressed one after another.
+    q_BNTH: jax.Array,
+    sources: Sequence[tuple[jax.Array, jax.Array]],
+    intervals: Intervals,
+    scale: float,
+    return_lse: bool = False,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Softmax attention over the keys of all `sources`, addressed one after another, and its lse if asked for.
 
     Many queries are taken in chunks whose scores are computed again in the backward pass, so that no [T, S] array is
     kept for it or lies in memory whole.
@@ -28,19 +34,21 @@ def attention(
     num_queries = q_BNTH.shape[2]
     chunk = queries_at_once(q_BNTH.shape, sum(k.shape[2] for k, _ in sources))
     if num_queries <= chunk:
-        return _attend(q_BNTH, sources, intervals, scale)
+        return _attend(q_BNTH, sources, intervals, scale, return_lse)
     pad = -num_queries % chunk
     queries = jnp.pad(q_BNTH, ((0, 0), (0, 0), (0, pad), (0, 0)))
     bounds = [jnp.pad(bound, ((0, 0), (0, pad))) for bound in intervals]  # rows that see nothing
 
     @jax.checkpoint
-    def body(_: None, part: tuple) -> tuple[None, jax.Array]:
-        return None, _attend(part[0], sources, Intervals(*part[1:]), scale)
+    def body(_: None, part: tuple) -> tuple[None, tuple]:
+        return None, _attend(part[0], sources, Intervals(*part[1:]), scale, return_lse)
 
     parts = (_chunks(queries, 2, chunk), *(_chunks(bound, 1, chunk) for bound in bounds))
-    _, output = jax.lax.scan(body, None, parts)
-    output = jnp.moveaxis(output, 0, 2)
-    return output.reshape(queries.shape)[:, :, :num_queries]
+    _, (output, lse) = jax.lax.scan(body, None, parts)
+    output = jnp.moveaxis(output, 0, 2).reshape(queries.shape)[:, :, :num_queries]
+    if lse is not None:
+        lse = jnp.moveaxis(lse, 0, 2).reshape(queries.shape[:3])[:, :, :num_queries]
+    return output, lse
 
 
 def queries_at_once(q_shape: tuple[int, ...], num_keys: int) -> int:
@@ -54,8 +62,12 @@ def _chunks(x: jax.Array, axis: int, size: int) -> jax.Array:
 
 
 def _attend(
-    q_BNTH: jax.Array, sources: Sequence[tuple[jax.Array, jax.Array]], intervals: Intervals, scale: float
-) -> jax.Array:
+    q_BNTH: jax.Array,
+    sources: Sequence[tuple[jax.Array, jax.Array]],
+    intervals: Intervals,
+    scale: float,
+    return_lse: bool,
+) -> tuple[jax.Array, jax.Array | None]:
     """The scores of the sources are joined, not their keys: a cache is read where it lies."""
     batch, heads, num_queries, width = q_BNTH.shape
     kv_heads = sources[0][0].shape[1]
@@ -69,6 +81,10 @@ def _attend(
     highest = jax.lax.stop_gradient(score.max(axis=-1, keepdims=True))
     weight = jnp.where(visible, jnp.exp(score - highest), 0.0)
     total = weight.sum(axis=-1, keepdims=True)
+    lse = None
+    if return_lse:
+        lse = highest * LOG2E + jnp.log2(jnp.where(total == 0, 1.0, total))
+        lse = jnp.where(total == 0, -jnp.inf, lse).reshape(batch, heads, num_queries)
     weight = (weight / jnp.where(total == 0, 1.0, total)).reshape(batch, kv_heads, -1, num_keys)
     weight = weight.astype(sources[0][1].dtype)
     output, first = 0.0, 0
@@ -76,4 +92,4 @@ def _attend(
         part = weight[..., first : first + v.shape[2]]
         output += jnp.einsum("bkts,bksh->bkth", part, v, preferred_element_type=jnp.float32)
         first += v.shape[2]
-    return jnp.asarray(output).reshape(batch, heads, num_queries, width).astype(q_BNTH.dtype)
+    return jnp.asarray(output).reshape(batch, heads, num_queries, width).astype(q_BNTH.dtype), lse
