@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,19 +11,12 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 
 from d3d_jax.config import ModelConfig, TrainConfig
-from d3d_jax.devices.sharding import BATCH, replicated, tree_shardings
-from d3d_jax.models.qwen3 import Params, parameter_table
+from d3d_jax.devices.sharding import BATCH, replicated
+from d3d_jax.models.qwen3 import Params
 from d3d_jax.training.loss import ar_loss, d3d_loss
+from d3d_jax.training.state import TrainState
 
 Metrics = dict[str, jax.Array]
-
-
-class TrainState(NamedTuple):
-    """Float32 master weights (stacked form), optimiser state, and steps done, int32 []."""
-
-    params: Params
-    opt_state: Any
-    step: jax.Array
 
 
 def make_loss(config: TrainConfig, model: ModelConfig) -> Callable[[Params, Any], tuple[jax.Array, Metrics]]:
@@ -47,33 +40,6 @@ def make_loss(config: TrainConfig, model: ModelConfig) -> Callable[[Params, Any]
         )
 
     return loss
-
-
-def state_shardings(state: TrainState, model: ModelConfig, mesh: Mesh) -> TrainState:
-    """Parameters by their logical axes; what the optimiser keeps per parameter lies with it, scalars everywhere."""
-    params = tree_shardings(mesh, parameter_table(model))
-    places = dict(jax.tree_util.tree_leaves_with_path(params))
-    shapes = {path: leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(state.params)}
-
-    def place(path: tuple, leaf: Any) -> NamedSharding:
-        """A parameter's moments end in its path; two parameters of one shape may lie differently."""
-        for start in range(len(path)):
-            if shapes.get(path[start:]) == leaf.shape:
-                return places[path[start:]]
-        return replicated(mesh)
-
-    opt_state = jax.tree_util.tree_map_with_path(place, state.opt_state)
-    return TrainState(params, opt_state, replicated(mesh))  # pyright: ignore[reportArgumentType]
-
-
-def new_state(params: Params, optimizer: optax.GradientTransformation, model: ModelConfig, mesh: Mesh) -> TrainState:
-    """The state before the first step, placed on the mesh."""
-    params = jax.device_put(params, tree_shardings(mesh, parameter_table(model)))
-
-    def build(params: Params) -> TrainState:
-        return TrainState(params, optimizer.init(params), jnp.zeros((), jnp.int32))
-
-    return jax.jit(build, out_shardings=state_shardings(jax.eval_shape(build, params), model, mesh))(params)
 
 
 def make_train_step(
