@@ -56,7 +56,7 @@ class Checkpoints:
                 # First see how the last one ended: orbax may count a step that never became complete.
                 self._manager.wait_until_finished()
                 self._under_way = step
-                items = {"state": ocp.args.StandardSave(state._asdict()), "contract": ocp.args.JsonSave(contract)}
+                items = {"state": ocp.args.StandardSave(state.items()), "contract": ocp.args.JsonSave(contract)}
                 self._manager.save(step, args=ocp.args.Composite(**items))
             if wait:
                 self._manager.wait_until_finished()
@@ -112,6 +112,6 @@ class Checkpoints:
         The devices may be others, and more or fewer, than those it was saved from.
         """
         step = self.latest() if step is None else step
-        wanted = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state._asdict())
+        wanted = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state.items())
         items = self._manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(wanted)))
         return TrainState(**items["state"])

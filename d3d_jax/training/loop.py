@@ -30,8 +30,8 @@ from d3d_jax.models.qwen3 import parameter_count
 from d3d_jax.training.checkpointing import Checkpoints
 from d3d_jax.training.optimizer import make_optimizer
 from d3d_jax.training.plan import Plan, check_batch, plan_run
-from d3d_jax.training.state import TrainState, abstract_state, fresh_params, new_state, places_of
-from d3d_jax.training.step import Metrics, make_eval_step, make_loss, make_train_step
+from d3d_jax.training.state import StatePlan, TrainState, abstract_state, fresh_params, new_state, places_of
+from d3d_jax.training.step import Metrics, make_eval_step, make_train_step
 from d3d_jax.training.stopping import stop_signal
 
 
@@ -47,14 +47,15 @@ def train(config: TrainConfig, devices: Sequence[jax.Device] | None = None) -> d
         if resumed:
             checkpoints.check_contract(plan.contract)
         optimizer = make_optimizer(config.optimizer, config.steps)
+        form = StatePlan(plan.model, optimizer, config.frozen, config.ema_decay is not None)
         # A resume reads into this layout, so that only one state is ever there.
-        layout = abstract_state(optimizer, plan.model, mesh)
+        layout = abstract_state(form, mesh)
         shardings = places_of(layout)
-        step = make_train_step(make_loss(config, plan.model), optimizer, shardings, mesh)
+        step = make_train_step(config, form, shardings, mesh)
         # Held-out loss is per response token, whatever weight prompts have in training.
         held_out = replace(config, loss=replace(config.loss, prompt_weight=0.0))
-        evaluate = make_eval_step(make_loss(held_out, plan.model), shardings, mesh)
-        state = checkpoints.restore(layout) if resumed else new_state(_initial(plan, mesh), optimizer, shardings)
+        evaluate = make_eval_step(held_out, plan.model, shardings, mesh)
+        state = checkpoints.restore(layout) if resumed else new_state(_initial(plan, mesh), form, shardings)
         # Only now: a resume that is refused leaves the files of the run as they are.
         (output / "config.yaml").write_text(yaml.safe_dump(to_mapping(config), sort_keys=False))
         (output / "model.json").write_text(json.dumps(to_mapping(plan.model), indent=2))
@@ -100,7 +101,7 @@ def validate(evaluate: Any, state: TrainState, batches: Batches, mesh: Mesh, con
     """Means over one pass of the held-out batches; the masked blocks are the same every time."""
     total: Metrics | None = None
     for index in range(batches.steps_per_epoch):
-        metrics = evaluate(state.params, _place(batches.at(index), mesh))
+        metrics = evaluate(state.best(), _place(batches.at(index), mesh))
         total = metrics if total is None else jax.tree.map(lambda a, b: a + b, total, metrics)
     assert total is not None
     return _summary(total, config)

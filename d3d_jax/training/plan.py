@@ -17,6 +17,7 @@ from d3d_jax.data.loader import Batches, BlockArguments
 from d3d_jax.data.packing import PackingReport, pack
 from d3d_jax.errors import ConfigError
 from d3d_jax.training.loss import position_decay
+from d3d_jax.training.state import check_frozen
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ def plan_run(config: TrainConfig) -> Plan:
     if config.objective == "d3d":
         _check_mask(config, model)
         position_decay(config.blocks.block_size, config.loss)
+    check_frozen(config.frozen, model)
     tokenizer = load_tokenizer(config.tokenizer) if config.tokenizer else None
     blocks = None
     if config.objective == "d3d":
@@ -76,6 +78,9 @@ def plan_run(config: TrainConfig) -> Plan:
         "row_length": config.row_length,
         "seed": config.seed,
         "tokenizer": tokenizer_hash(config.tokenizer) if config.tokenizer else None,
+        # None where unused, as in runs from before there were these two.
+        "frozen": sorted(config.frozen) or None,
+        "ema_decay": config.ema_decay,
     }
     return Plan(config, model, contract, train, validation, report)
 
@@ -95,8 +100,10 @@ def _check_mask(config: TrainConfig, model: ModelConfig) -> None:
 def check_batch(config: TrainConfig, mesh: Mesh) -> None:
     """Refuse a batch whose rows cannot be dealt out evenly over `data` and `fsdp`."""
     parts = mesh.shape["data"] * mesh.shape["fsdp"]
-    if config.batch_size % parts:
+    if config.batch_size % (parts * config.micro_batches):
+        times = f", times micro_batches={config.micro_batches}" if config.micro_batches > 1 else ""
+        where = f"the {parts} parts of the mesh {dict(mesh.shape)}{times}"
         raise ConfigError(
-            f"batch_size={config.batch_size} does not divide by the {parts} parts of the mesh {dict(mesh.shape)}; "
-            f"use a multiple of {parts}, or another mesh"
+            f"batch_size={config.batch_size} does not divide by {where}; "
+            f"use a multiple of {parts * config.micro_batches}, or another mesh"
         )

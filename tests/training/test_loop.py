@@ -30,6 +30,7 @@ from d3d_jax.training.loop import train
 from d3d_jax.training.optimizer import make_optimizer
 from d3d_jax.training.plan import plan_run
 from d3d_jax.training.state import (
+    StatePlan,
     TrainState,
     abstract_state,
     fresh_params,
@@ -111,11 +112,11 @@ def test_fresh_parameters_are_made_where_they_lie_and_are_the_same_on_every_mesh
     mesh = make_mesh(MeshConfig(1, 2, 4), jax.devices())
     assert_equal(fresh_params(MODEL, 5, mesh), one)
     assert not np.array_equal(fresh_params(MODEL, 6, mesh)["embed_tokens"], one["embed_tokens"])
-    optimizer = make_optimizer(OptimizerConfig(), 10)
-    layout = abstract_state(optimizer, MODEL, mesh)
+    plan = StatePlan(MODEL, make_optimizer(OptimizerConfig(), 10), averaged=True)
+    layout = abstract_state(plan, mesh)
     params = fresh_params(MODEL, 5, mesh)
     held = params["layers"]["down_proj"].addressable_shards[3].data.unsafe_buffer_pointer()
-    state = new_state(params, optimizer, places_of(layout))
+    state = new_state(params, plan, places_of(layout))
     assert jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), state) == jax.tree.map(
         lambda x: (x.shape, x.dtype, x.sharding), layout
     )
@@ -126,7 +127,8 @@ def test_fresh_parameters_are_made_where_they_lie_and_are_the_same_on_every_mesh
 def test_no_device_makes_more_than_its_part_of_the_fresh_parameters():
     wide = dataclasses.replace(MODEL, vocab_size=8192)
     mesh = make_mesh(MeshConfig(1, 2, 4), jax.devices())
-    places = places_of(abstract_state(make_optimizer(OptimizerConfig(), 10), wide, mesh)).params
+    plan = StatePlan(wide, make_optimizer(OptimizerConfig(), 10))
+    places = places_of(abstract_state(plan, mesh)).params
     memory = jax.jit(lambda: init_params(wide, 0), out_shardings=places).lower().compile().memory_analysis()
     whole = 4 * parameter_count(wide)
     assert memory.output_size_in_bytes < whole / 7 and memory.temp_size_in_bytes < whole / 4
@@ -185,6 +187,9 @@ def test_a_drafter_that_is_trained_on_keeps_its_own_mask_row(config, folder, tmp
         ({"model": dataclasses.replace(MODEL, vocab_size=18), "mask_token_id": 17}, DataError, "token id 19, but the"),
         ({"batch_size": 400}, DataError, "batch_size 400; expected a batch to fit"),
         ({"batch_size": 3}, ConfigError, "batch_size=3 does not divide by the 2 parts of the mesh"),
+        ({"micro_batches": 4}, ConfigError, "parts of the mesh .*, times micro_batches=4; use a multiple of 8"),
+        ({"frozen": ("layers.q_prj",)}, ConfigError, "'layers.q_prj' is no parameter .*did you mean 'layers.q_proj'"),
+        ({"frozen": ("layers", "embed_tokens", "norm", "lm_head")}, ConfigError, "leaves no parameter to train"),
         ({"mesh": MeshConfig(data=3)}, DeviceError, "needs 3 devices, but there are 2"),
     ],
 )
