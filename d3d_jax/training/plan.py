@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ from jax.sharding import Mesh
 from d3d_jax.checkpoints.hf_config import read_model_config
 from d3d_jax.checkpoints.special_tokens import check_mask_id, read_eos_ids, read_pad_ids
 from d3d_jax.config import ModelConfig, TrainConfig, to_mapping
+from d3d_jax.data.builder import dataset_tokenizer
 from d3d_jax.data.chat import load_tokenizer, tokenizer_hash
 from d3d_jax.data.documents import load_documents
 from d3d_jax.data.loader import Batches, BlockArguments
@@ -58,6 +60,18 @@ def plan_run(config: TrainConfig) -> Plan:
         shares = (b.visible_none, b.visible_one)
         blocks = BlockArguments(b.block_size, b.blocks_per_row, b.starts, shares, b.visible_decay)
 
+    made_with = tokenizer_hash(config.tokenizer) if config.tokenizer else None
+    for path in (config.train_data, config.validation_data):
+        if path is None or not Path(path).is_dir():
+            continue
+        found = dataset_tokenizer(path)
+        if made_with is not None and found != made_with:
+            raise ConfigError(
+                f"{path} was made with another tokenizer than {config.tokenizer}; name the one it was made with, or "
+                "build it again with `d3d dataset`"
+            )
+        made_with = found
+
     def batches(path: str, seed: int, prefetch: bool) -> tuple[Batches, PackingReport]:
         rows, report = pack(load_documents(path, tokenizer, model.vocab_size), config.row_length, config.seed)
         process = (jax.process_index(), jax.process_count())
@@ -77,7 +91,7 @@ def plan_run(config: TrainConfig) -> Plan:
         "batch_size": config.batch_size,
         "row_length": config.row_length,
         "seed": config.seed,
-        "tokenizer": tokenizer_hash(config.tokenizer) if config.tokenizer else None,
+        "tokenizer": made_with,
         # None where unused, as in runs from before there were these two.
         "frozen": sorted(config.frozen) or None,
         "ema_decay": config.ema_decay,
