@@ -1,7 +1,8 @@
 """Training rows as a tensorflow-datasets folder in array_record files: tokenised once, read at random, no TensorFlow.
 
-The folder holds what tensorflow-datasets writes, readable by `tfds.builder_from_directory`, and `d3d_dataset.json`:
-the tokenizer's hash, the thinking mode and the report. tensorflow-datasets and array-record are the extra `train`.
+The folder holds what tensorflow-datasets writes, readable by `tfds.builder_from_directory`, `d3d_dataset.json`, the
+tokenizer's hash, the thinking mode and the report, and `d3d_sizes.npy`, length and prompt length of every row, so that
+rows are packed without reading them. tensorflow-datasets and array-record are the extra `train`.
 """
 
 from __future__ import annotations
@@ -22,9 +23,11 @@ from d3d_jax.checkpoints.atomic_folder import atomic_folder
 from d3d_jax.data.chat import load_tokenizer, tokenizer_hash
 from d3d_jax.data.documents import Row, read_rows
 from d3d_jax.data.packing import Document
+from d3d_jax.data.rows import Documents
 from d3d_jax.errors import DataError
 
 DESCRIPTION = "d3d_dataset.json"
+SIZES = "d3d_sizes.npy"
 SPLIT = "train"
 LONG = "longer than max_tokens"
 
@@ -43,6 +46,7 @@ class DatasetReport:
     tokens: int = 0
     response_tokens: int = 0
     truncated: int = 0
+    highest_id: int = 0
     lengths: dict[int, int] = field(default_factory=dict)
     dropped: dict[str, int] = field(default_factory=dict)
     examples: dict[str, str] = field(default_factory=dict)
@@ -58,6 +62,7 @@ class DatasetReport:
         self.tokens += len(row.ids)
         self.response_tokens += len(row.ids) - row.prompt_length
         self.truncated += not row.finished
+        self.highest_id = max(self.highest_id, int(row.ids.max()))
         bound = 1 << (len(row.ids) - 1).bit_length()
         self.lengths[bound] = self.lengths.get(bound, 0) + 1
 
@@ -98,7 +103,7 @@ def build_dataset(
     tfds = _tensorflow_datasets()
     tokenizer = load_tokenizer(tokenizer_folder)
     made_with = tokenizer_hash(tokenizer_folder)
-    report = DatasetReport()
+    report, sizes = DatasetReport(), []
 
     def examples() -> Iterator[tuple[int, dict[str, Any]]]:
         for path in inputs:
@@ -113,6 +118,7 @@ def build_dataset(
                     report.drop(f"{path}: {row.id}", LONG)
                     continue
                 report.keep(row)
+                sizes.append((len(row.ids), row.prompt_length))
                 yield (
                     report.rows - 1,
                     {
@@ -135,10 +141,11 @@ def build_dataset(
         shutil.rmtree(partial / "work")
         description = {"tokenizer": made_with, "enable_thinking": enable_thinking, "report": asdict(report)}
         (partial / DESCRIPTION).write_text(json.dumps(description, indent=2))
-        source = _source(partial)  # also asserts the number of rows
-        found = sum(len(source[index]["ids"]) for index in range(len(source)))
-        if found != report.tokens:
-            raise DataError(f"{report.tokens} tokens were written to {folder}, but {found} read back; try another disk")
+        np.save(partial / SIZES, np.asarray(sizes, np.int32))
+        written, _ = read_dataset(partial)  # also asserts the number of rows
+        found = np.array([(len(document.ids), document.prompt_length) for document in written])
+        if not np.array_equal(found, written.sizes):
+            raise DataError(f"{folder}: not every row reads back as it was written; try another disk")
     return report
 
 
@@ -171,16 +178,26 @@ def _builder_class(tfds: Any, examples: Callable[[], Iterator[tuple[int, dict[st
     return Documents
 
 
-def read_dataset(folder: str | Path) -> Iterator[Document]:
-    """The documents of a dataset folder, in the order they were written.
+def read_dataset(folder: str | Path) -> tuple[Documents, int]:
+    """The documents of a dataset folder in the order they were written, and the highest token id in them.
 
     Raises:
         DataError: for a folder that `d3d dataset` has not made, or that has lost rows.
     """
-    source = _source(folder)
-    for index in range(len(source)):
+    report = _description(folder)["report"]
+    try:
+        sizes = np.load(Path(folder) / SIZES)
+    except (OSError, ValueError) as error:
+        raise DataError(f"{folder}: no readable {SIZES}; build the dataset again") from error
+    source = _tensorflow_datasets().builder_from_directory(str(folder)).as_data_source(SPLIT)
+    if not len(source) == len(sizes) == report["rows"]:
+        raise DataError(f"{folder} holds {len(source)} rows, but {report['rows']} were written; build it again")
+
+    def read(index: int) -> Document:
         row = source[index]
-        yield Document(np.asarray(row["ids"], np.int32), int(row["prompt_length"]))
+        return Document(np.asarray(row["ids"], np.int32), int(row["prompt_length"]))
+
+    return Documents(sizes, read), report["highest_id"]
 
 
 def dataset_tokenizer(folder: str | Path) -> str:
@@ -193,15 +210,6 @@ def _description(folder: str | Path) -> dict[str, Any]:
         return json.loads((Path(folder) / DESCRIPTION).read_text())
     except (OSError, ValueError) as error:
         raise DataError(f"{folder}: no readable {DESCRIPTION}; expected a folder made by `d3d dataset`") from error
-
-
-def _source(folder: str | Path) -> Any:
-    """The rows for random access: a sequence of dicts `id`, `ids`, `prompt_length`, `finished`."""
-    expected = _description(folder)["report"]["rows"]
-    source = _tensorflow_datasets().builder_from_directory(str(folder)).as_data_source(SPLIT)
-    if len(source) != expected:
-        raise DataError(f"{folder} holds {len(source)} rows, but {expected} were written; build it again")
-    return source
 
 
 def _tensorflow_datasets() -> Any:

@@ -12,6 +12,7 @@ import numpy as np
 from d3d_jax.data.chat import encode_dialogue
 from d3d_jax.data.packing import Document
 from d3d_jax.data.prompts import load_conversations, records
+from d3d_jax.data.rows import Documents
 from d3d_jax.errors import DataError
 
 
@@ -81,8 +82,10 @@ def read_rows(path: str | Path, tokenizer: Any | None, on_drop: OnDrop, enable_t
             yield Row(name, np.asarray(ids, np.int32), prompt_length)
 
 
-def load_documents(path: str | Path, tokenizer: Any | None, vocab_size: int) -> list[Document]:
+def load_documents(path: str | Path, tokenizer: Any | None, vocab_size: int) -> Documents:
     """The documents of a JSONL file (see :func:`read_rows`, thinking off), or of a folder made by `d3d dataset`.
+
+    Those of a file are kept in memory, those of a folder read when they are asked for.
 
     Raises:
         DataError: for a file or folder that is none, a turn that cannot be used, ids outside the vocabulary, or
@@ -91,12 +94,13 @@ def load_documents(path: str | Path, tokenizer: Any | None, vocab_size: int) -> 
     if Path(path).is_dir():
         from d3d_jax.data.builder import read_dataset
 
-        documents = list(read_dataset(path))
+        documents, highest = read_dataset(path)
     else:
-        documents = [Document(row.ids, row.prompt_length) for row in read_rows(path, tokenizer, _refuse_unless_empty)]
-    if not documents:
-        raise DataError(f"{path}: no row has a response")
-    highest = max(int(document.ids.max(initial=0)) for document in documents)
+        kept = [Document(row.ids, row.prompt_length) for row in read_rows(path, tokenizer, _refuse_unless_empty)]
+        if not kept:
+            raise DataError(f"{path}: no row has a response")
+        highest = max(int(document.ids.max()) for document in kept)
+        documents = Documents(np.array([(len(d.ids), d.prompt_length) for d in kept]), kept.__getitem__)
     if highest >= vocab_size:
         raise DataError(
             f"{path} holds token id {highest}, but the model has {vocab_size} rows: it was made with another tokenizer"

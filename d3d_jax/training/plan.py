@@ -12,11 +12,12 @@ from jax.sharding import Mesh
 from d3d_jax.checkpoints.hf_config import read_model_config
 from d3d_jax.checkpoints.special_tokens import check_mask_id, read_eos_ids, read_pad_ids
 from d3d_jax.config import ModelConfig, TrainConfig, to_mapping
+from d3d_jax.data.arrangement import PackingReport
 from d3d_jax.data.builder import dataset_tokenizer
 from d3d_jax.data.chat import load_tokenizer, tokenizer_hash
 from d3d_jax.data.documents import load_documents
 from d3d_jax.data.loader import Batches, BlockArguments
-from d3d_jax.data.packing import PackingReport, pack
+from d3d_jax.data.rows import Rows
 from d3d_jax.errors import ConfigError
 from d3d_jax.training.loss import position_decay
 from d3d_jax.training.state import check_frozen
@@ -73,9 +74,9 @@ def plan_run(config: TrainConfig) -> Plan:
         made_with = found
 
     def batches(path: str, seed: int, prefetch: bool) -> tuple[Batches, PackingReport]:
-        rows, report = pack(load_documents(path, tokenizer, model.vocab_size), config.row_length, config.seed)
+        rows = Rows(load_documents(path, tokenizer, model.vocab_size), config.row_length, config.seed)
         process = (jax.process_index(), jax.process_count())
-        return Batches(rows, config.batch_size, seed, *process, blocks=blocks, prefetch=prefetch), report
+        return Batches(rows, config.batch_size, seed, *process, blocks=blocks, prefetch=prefetch), rows.report
 
     train, report = batches(config.train_data, config.seed, True)
     validation = batches(config.validation_data, config.seed + 1, False)[0] if config.validation_data else None

@@ -46,11 +46,14 @@ def built(responses, tokenizer_folder, tmp_path_factory) -> tuple[Path, DatasetR
 def test_every_row_reads_back_as_it_was_in_the_order_of_the_files(built, responses):
     folder, _ = built
     wanted = [row for row in read_rows(responses, None, lambda *_: None) if len(row.ids) <= 32]
-    found = list(read_dataset(folder))
+    documents, highest = read_dataset(folder)
+    found = list(documents)
     assert len(found) == len(wanted) == 30
     for document, row in zip(found, wanted, strict=True):
         assert document.ids.dtype == np.int32
         assert np.array_equal(document.ids, row.ids) and document.prompt_length == row.prompt_length
+    assert documents.sizes.tolist() == [[len(row.ids), 1] for row in wanted]
+    assert highest == max(row.ids.max() for row in wanted)
     source = tfds.builder_from_directory(str(folder)).as_data_source("train")
     assert [(row["id"].decode(), bool(row["finished"])) for row in source] == [(row.id, row.finished) for row in wanted]
     assert list(folder.glob("*.array_record*")) and "tensorflow" not in sys.modules
@@ -77,7 +80,9 @@ def test_turns_of_conversations_become_rows_and_the_command_tells_what_was_dropp
     said = capsys.readouterr().out
     assert "3 turns read, 2 rows kept" in said and f"dropped 1: {NO_RESPONSE} (first: " in said
     rows = list(read_rows(tmp_path / "in.jsonl", tokenizer, lambda *_: None))
-    assert [row.ids.tolist() for row in rows] == [document.ids.tolist() for document in read_dataset(tmp_path / "out")]
+    assert [row.ids.tolist() for row in rows] == [
+        document.ids.tolist() for document in read_dataset(tmp_path / "out")[0]
+    ]
     assert dataset_tokenizer(tmp_path / "out") == tokenizer_hash(tokenizer_folder)
 
 
