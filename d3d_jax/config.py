@@ -252,7 +252,10 @@ class TrainConfig:
 
     `objective`: `ar` is the plain next-token loss (how the embedded target is made), `d3d` the drafter's.
     `init`: a HF folder to start from, or None with `model` for fresh weights. `init_layers` picks layers of it.
-    `dtype`: computation; master weights are float32.
+    `dtype`: computation; master weights are float32. `micro_batches`: parts that a batch is computed in, one after
+    the other, to need less memory; the step is that of the whole batch. `frozen`: parameters that stay as they are,
+    by name, such as `embed_tokens` or `layers.q_proj`, or `layers` for all of them. `ema_decay`: keep a running
+    average of the weights, such as 0.999; it is what is validated and exported.
     """
 
     objective: Literal["ar", "d3d"]
@@ -271,6 +274,9 @@ class TrainConfig:
     seed: int = 0
     dtype: Literal["float32", "bfloat16"] = "float32"
     remat: bool = False
+    micro_batches: int = 1
+    frozen: tuple[str, ...] = ()
+    ema_decay: float | None = None
     save_every: int = 200
     keep_last: int = 2
     validate_every: int = 200
@@ -281,10 +287,13 @@ class TrainConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
 
     def __post_init__(self) -> None:
-        names = ("steps", "batch_size", "row_length", "save_every", "keep_last", "validate_every", "log_every")
+        names = ("steps", "batch_size", "row_length", "micro_batches", "save_every", "keep_last")
+        names += ("validate_every", "log_every")
         wrong = [f"{name}={getattr(self, name)}" for name in names if getattr(self, name) < 1]
         if wrong:
             raise ConfigError(f"{', '.join(wrong)}: expected at least 1")
+        if self.ema_decay is not None and not 0 < self.ema_decay < 1:
+            raise ConfigError(f"ema_decay={self.ema_decay} must lie between 0 and 1, such as 0.999")
 
 
 def from_mapping(cls: type[T], values: Mapping[str, Any], *, where: str = "") -> T:

@@ -23,6 +23,8 @@ from d3d_jax.errors import CheckpointError
 class TrainedModel:
     """One step of a run: `params` in the stacked form on the host, float32; `drafter` None for a plain model.
 
+    The parameters are the run's average of them where it kept one.
+
     `tokenizer_folder` is None when the run names none that is still there; `extras` are further keys of the
     config.json that the run started from.
     """
@@ -58,11 +60,12 @@ def read_run(run_dir: str | Path, step: int | None = None) -> TrainedModel:
         step = steps[-1] if step is None else step
         contract = manager.restore(step, args=ocp.args.Composite(contract=ocp.args.JsonRestore()))["contract"]
     model = configs.from_mapping(ModelConfig, contract["model"], where="contract.model")
+    averaged = contract.get("ema_decay") is not None
     start = Path(run.init) if run.init and Path(run.init).is_dir() else None
     tokenizer = Path(run.tokenizer) if run.tokenizer and Path(run.tokenizer).is_dir() else start
     return TrainedModel(
         step=step,
-        params=restore_tree(folder / str(step) / "state", model, under="params"),
+        params=restore_tree(folder / str(step) / "state", model, under="average" if averaged else "params"),
         config=model,
         drafter=_drafter(run, contract, start) if contract["objective"] == "d3d" else None,
         tokenizer_folder=tokenizer,

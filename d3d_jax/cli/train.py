@@ -24,7 +24,8 @@ def run(args: argparse.Namespace) -> int:
         from d3d_jax.devices.host import prepare_cpu
 
         prepare_cpu(args.host_devices)
-    from d3d_jax.training.loop import plan_run, train
+    from d3d_jax.training.loop import train
+    from d3d_jax.training.plan import plan_run
 
     if args.dry_run:
         plan = plan_run(config)

@@ -1,7 +1,9 @@
-"""Training documents from JSONL: conversations as text, or responses with their token ids."""
+"""Training rows from JSONL, conversations as text or responses with their token ids, or from a built dataset folder."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,28 +12,95 @@ import numpy as np
 from d3d_jax.data.chat import encode_dialogue
 from d3d_jax.data.packing import Document
 from d3d_jax.data.prompts import load_conversations, records
+from d3d_jax.data.rows import Documents
 from d3d_jax.errors import DataError
 
 
-def load_documents(path: str | Path, tokenizer: Any | None, vocab_size: int) -> list[Document]:
-    """The documents of a JSONL file, `.gz` too.
+@dataclass(frozen=True)
+class Row:
+    """One training sequence: `ids` int32[T], of which the first `prompt_length` are no response.
 
-    A line `{"id", "ids": [...], "prompt_length": n}` (what a target's responses are stored as) is taken as it is;
-    a line `{"id", "conversations": [...]}` is rendered with the tokenizer's chat template, thinking off. A file
-    holds lines of one kind.
+    finished: the response ended with a stop token; False where it was cut by its budget.
+    """
+
+    id: str
+    ids: np.ndarray
+    prompt_length: int
+    finished: bool = True
+
+
+OnDrop = Callable[[str, str], None]
+"""(where, reason) of a turn that gives no row."""
+
+NO_RESPONSE = "no assistant turn"
+NOT_AFTER_USER = "assistant turn not after a user's"
+UNUSABLE = "thoughts although thinking is off, or marks inside the text"
+EMPTY = "empty response"
+
+
+def read_rows(path: str | Path, tokenizer: Any | None, on_drop: OnDrop, enable_thinking: bool = False) -> Iterator[Row]:
+    """The rows of a JSONL file, `.gz` too, in the order of the file, which holds lines of one kind.
+
+    A line `{"id", "ids": [...], "prompt_length": n, "finished"?}` (what a target's responses are stored as) is taken
+    as it is; a line `{"id", "conversations": [...]}` is rendered with the tokenizer's chat template and gives one
+    row for each assistant turn, with what was said before as its prompt; from the second turn on `/n` follows its id.
 
     Raises:
-        DataError: for a line of neither kind, ids outside the vocabulary, or text without a tokenizer.
+        DataError: for a line of neither kind, or text without a tokenizer.
     """
     _, first = next(records(path))
-    if "conversations" in first:
-        if tokenizer is None:
-            raise DataError(f"{path} holds text; set `tokenizer` to the folder of the tokenizer to encode it with")
-        dialogues = (encode_dialogue(tokenizer, row.messages) for row in load_conversations(path))
-        documents = [Document(np.asarray(ids, np.int32), length) for ids, length in dialogues]
+    if "conversations" not in first:
+        for where, record in records(path):
+            row = _encoded(where, record)
+            if len(row.ids) - row.prompt_length <= int(row.finished):  # nothing, or a stop token alone
+                on_drop(where, EMPTY)
+            else:
+                yield row
+        return
+    if tokenizer is None:
+        raise DataError(f"{path} holds text; name the folder of the tokenizer to encode it with")
+    for conversation in load_conversations(path):
+        where, messages = f"{path}: {conversation.id}", conversation.messages
+        turns = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
+        if not turns:
+            on_drop(where, NO_RESPONSE)
+        for number, at in enumerate(turns, start=1):
+            if at == 0 or messages[at - 1]["role"] != "user":
+                on_drop(where, NOT_AFTER_USER)
+                continue
+            try:
+                ids, prompt_length = encode_dialogue(tokenizer, messages[: at + 1], enable_thinking)
+            except DataError as error:
+                if not getattr(tokenizer, "chat_template", None):
+                    raise
+                on_drop(f"{where}: {error}", UNUSABLE)
+                continue
+            if not messages[at]["content"].strip() and not messages[at].get("reasoning_content"):
+                on_drop(where, EMPTY)
+                continue
+            name = conversation.id if number == 1 else f"{conversation.id}/{number}"
+            yield Row(name, np.asarray(ids, np.int32), prompt_length)
+
+
+def load_documents(path: str | Path, tokenizer: Any | None, vocab_size: int) -> Documents:
+    """The documents of a JSONL file (see :func:`read_rows`, thinking off), or of a folder made by `d3d dataset`.
+
+    Those of a file are kept in memory, those of a folder read when they are asked for.
+
+    Raises:
+        DataError: for a file or folder that is none, a turn that cannot be used, ids outside the vocabulary, or
+            text without a tokenizer.
+    """
+    if Path(path).is_dir():
+        from d3d_jax.data.builder import read_dataset
+
+        documents, highest = read_dataset(path)
     else:
-        documents = [_encoded(where, record) for where, record in records(path)]
-    highest = max(int(document.ids.max(initial=0)) for document in documents)
+        kept = [Document(row.ids, row.prompt_length) for row in read_rows(path, tokenizer, _refuse_unless_empty)]
+        if not kept:
+            raise DataError(f"{path}: no row has a response")
+        highest = max(int(document.ids.max()) for document in kept)
+        documents = Documents(np.array([(len(d.ids), d.prompt_length) for d in kept]), kept.__getitem__)
     if highest >= vocab_size:
         raise DataError(
             f"{path} holds token id {highest}, but the model has {vocab_size} rows: it was made with another tokenizer"
@@ -39,10 +108,18 @@ def load_documents(path: str | Path, tokenizer: Any | None, vocab_size: int) -> 
     return documents
 
 
-def _encoded(where: str, record: dict) -> Document:
+def _refuse_unless_empty(where: str, reason: str) -> None:
+    if reason != EMPTY:
+        raise DataError(f"{where}: {reason}; mend it, or let `d3d dataset` leave such turns out and count them")
+
+
+def _encoded(where: str, record: dict) -> Row:
     try:
-        return Document(np.asarray(record["ids"], np.int32), int(record["prompt_length"]))
-    except (ValueError, KeyError, TypeError) as error:
+        ids, length = np.asarray(record["ids"], np.int32), int(record["prompt_length"])
+    except (ValueError, KeyError, TypeError, OverflowError) as error:
         raise DataError(
             f"{where}: found the keys {sorted(record)}; expected 'ids' with 'prompt_length', or 'conversations'"
         ) from error
+    if ids.ndim != 1 or not 0 <= length <= len(ids) or ids.min(initial=0) < 0:
+        raise DataError(f"{where}: {len(ids)} ids, prompt_length {length}; expected a list of ids and 0..{len(ids)}")
+    return Row(record["id"], ids, length, record.get("finished", True) is not False)

@@ -1,6 +1,8 @@
 """Batches of packed rows, a pure function of seed and step.
 
-The whole state is one integer, so a run that resumes at step n sees exactly the batches that it would have seen.
+The whole state is one integer, so a run that resumes at step n sees exactly the batches that it would have seen, also
+on another number of processes. grain's loaders keep a state for each process and shard the rows, not the batch: there
+the same step holds other rows as soon as the processes are more or fewer, so none of them stands here.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from d3d_jax.data.packing import PackedRows, block_starts
+from d3d_jax.data.rows import Rows
 from d3d_jax.errors import DataError
 
 # Separate streams of random numbers from one seed.
@@ -45,7 +48,7 @@ class Batches:
 
     def __init__(
         self,
-        rows: PackedRows,
+        rows: PackedRows | Rows,
         batch_size: int,
         seed: int,
         process_index: int = 0,
@@ -94,12 +97,13 @@ class Batches:
 
     def at(self, step: int) -> dict[str, np.ndarray]:
         """The batch of a step, whatever was read before."""
-        rows = self._rows[self._numbers(step)]
+        numbers = self._numbers(step)
+        batch = self._rows[numbers[self._part]].arrays()
         if self._blocks is None:
-            return rows[self._part].arrays()
+            return batch
         blocks = self._blocks
-        plan = block_starts(
-            rows,
+        plan = block_starts(  # of the whole batch, whose random numbers no process can draw for its part alone
+            self._rows.structure(numbers),
             blocks.block_size,
             blocks.num_blocks,
             np.random.default_rng([self._seed, _BLOCKS, step]),
@@ -107,7 +111,6 @@ class Batches:
             visible_probabilities=blocks.visible_probabilities,
             geometric=blocks.geometric,
         )
-        batch = rows[self._part].arrays()
         batch["block_start"] = plan.start[self._part]
         batch["block_visible"] = plan.visible[self._part]
         batch["block_length"] = plan.length[self._part]

@@ -5,11 +5,12 @@ Letters: R rows, S slots of a row, C blocks of a row, G positions of a block. Se
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
 
+from d3d_jax.data.arrangement import PackingReport, arrange
 from d3d_jax.errors import DataError
 
 STARTS = ("partition", "anchors")
@@ -21,23 +22,6 @@ class Document:
 
     ids: np.ndarray
     prompt_length: int
-
-
-@dataclass(frozen=True)
-class PackingReport:
-    """What became of the documents: rows, documents and tokens kept; documents left out, and why.
-
-    rows, documents, tokens, response_tokens: of the packed rows. dropped_long: documents longer than a row.
-    skipped_empty: documents without a response. fill: share of slots that hold a token, 0..1.
-    """
-
-    rows: int
-    documents: int
-    tokens: int
-    response_tokens: int
-    dropped_long: int
-    skipped_empty: int
-    fill: float
 
 
 @dataclass(frozen=True)
@@ -71,6 +55,10 @@ class PackedRows:
         """The six arrays by name."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
+    def structure(self, index: slice | np.ndarray) -> PackedRows:
+        """As `self[index]`; the tokens are not looked at."""
+        return self[index]
+
 
 @dataclass(frozen=True)
 class BlockPlan:
@@ -95,34 +83,12 @@ def pack(documents: Iterable[Document], row_length: int, seed: int) -> tuple[Pac
     and counted, never cut; one without a response is skipped and counted.
     Raises DataError if a document is malformed, or none is left.
     """
-    if row_length < 1:
-        raise DataError(f"row_length is {row_length}; expected at least 1")
-    kept: list[Document] = []
-    long = empty = total = 0
-    for document in documents:
-        _check(document, total)
-        total += 1
-        if document.prompt_length == len(document.ids):
-            empty += 1
-        elif len(document.ids) > row_length:
-            long += 1
-        else:
-            kept.append(document)
-    if not kept:
-        raise DataError(
-            f"none of {total} documents can be packed: {long} are longer than row_length {row_length}, "
-            f"{empty} have no response"
-        )
-    rng = np.random.default_rng(seed)
-    lengths = np.array([len(document.ids) for document in kept])
-    order = rng.permutation(len(kept))
-    order = order[np.argsort(-lengths[order], kind="stable")]
-    members = _assign(lengths, order, row_length)
-    layout = [members[row] for row in rng.permutation(len(members))]
-    rows = _fill([[kept[i] for i in row] for row in layout], row_length)
-    tokens = int(lengths.sum())
-    fill = tokens / rows.tokens.size
-    return rows, PackingReport(len(rows), len(kept), tokens, int(rows.response.sum()), long, empty, fill)
+    checked = list(documents)
+    for number, document in enumerate(checked):
+        _check(document, number)
+    sizes = np.array([(len(document.ids), document.prompt_length) for document in checked], np.int64).reshape(-1, 2)
+    layout, report = arrange(sizes, row_length, seed)
+    return fill([sizes[row] for row in layout], row_length, [[checked[i] for i in row] for row in layout]), report
 
 
 def max_blocks(rows: PackedRows, block_size: int) -> int:
@@ -194,42 +160,24 @@ def _check(document: Document, number: int) -> None:
         raise DataError(f"document {number}: prompt_length is {document.prompt_length}; expected 0..{len(ids)}")
 
 
-def _assign(lengths: np.ndarray, order: np.ndarray, row_length: int) -> list[list[int]]:
-    """Document numbers of each row; every document goes to the fullest row that still holds it."""
-    members: list[list[int]] = []
-    rows_with: list[list[int]] = [[] for _ in range(row_length + 1)]  # row numbers by free slots
-    free_sizes = 0  # bit n is set when some row has n free slots
-    for number in order.tolist():
-        length = int(lengths[number])
-        fitting = free_sizes >> length
-        if fitting:
-            free = length + (fitting & -fitting).bit_length() - 1
-            row = rows_with[free].pop()
-            if not rows_with[free]:
-                free_sizes &= ~(1 << free)
-        else:
-            free, row = row_length, len(members)
-            members.append([])
-        members[row].append(number)
-        rows_with[free - length].append(row)
-        free_sizes |= 1 << (free - length)
-    return members
-
-
-def _fill(layout: list[list[Document]], row_length: int) -> PackedRows:
-    shape = (len(layout), row_length)
+def fill(
+    sizes: Sequence[np.ndarray], row_length: int, documents: Sequence[Sequence[Document]] | None = None
+) -> PackedRows:
+    """Rows of documents of the given sizes, [documents of the row, 2] each; without `documents` the tokens are 0."""
+    shape = (len(sizes), row_length)
     tokens, document, position = (np.full(shape, value, np.int32) for value in (0, -1, 0))
     start = np.broadcast_to(np.arange(row_length, dtype=np.int32), shape).copy()
     response = np.zeros(shape, bool)
     response_start = np.full(shape, -1, np.int32)
-    for row, members in enumerate(layout):
+    for row, members in enumerate(sizes):
         at = 0
-        for index, member in enumerate(members):
-            first, end = at + member.prompt_length, at + len(member.ids)
-            tokens[row, at:end] = member.ids
+        for index, (length, prompt_length) in enumerate(members.tolist()):
+            first, end = at + prompt_length, at + length
+            if documents is not None:
+                tokens[row, at:end] = documents[row][index].ids
             document[row, at:end] = index
             start[row, at:end] = at
-            position[row, at:end] = np.arange(end - at)
+            position[row, at:end] = np.arange(length)
             response[row, first:end] = True
             response_start[row, at:end] = first
             at = end

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from d3d_jax.config import ModelConfig
+from d3d_jax.devices.sharding import constrain
 from d3d_jax.models.attention import attend_cached, attend_within
 from d3d_jax.models.cache import KVCache
 from d3d_jax.models.layers import Param, layer, layer_table, linear, rms_norm, rotation
@@ -111,13 +112,14 @@ def forward(
         positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
     if intervals is None:
         intervals = causal_intervals(jnp.zeros_like(tokens_BT))
-    x = params["embed_tokens"][tokens_BT]
-    x = x if dtype is None else x.astype(dtype)
+    x = constrain(params["embed_tokens"], "vocab", None)[tokens_BT]
+    x = constrain(x if dtype is None else x.astype(dtype), "batch", None, None)
     turn, attend = rotation(positions_BT, config), attend_within(intervals, backend)
 
     def body(x: jax.Array, scanned: tuple) -> tuple[jax.Array, None]:
         weights, gate = scanned
         after, _ = layer(weights, x, turn, config, attend)
+        after = constrain(after, "batch", None, None)
         return (after if gate is None else x + gate.astype(x.dtype) * (after - x)), None
 
     body = jax.checkpoint(body) if remat else body

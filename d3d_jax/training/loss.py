@@ -12,7 +12,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from d3d_jax.config import LossConfig, ModelConfig
+from d3d_jax.config import LossConfig, ModelConfig, TrainConfig
+from d3d_jax.devices.sharding import constrain, parts
 from d3d_jax.errors import ConfigError
 from d3d_jax.models.layers import linear
 from d3d_jax.models.qwen3 import Params, forward, head
@@ -20,6 +21,7 @@ from d3d_kernels import causal_intervals, training_intervals
 
 Batch = dict[str, jax.Array]
 
+LOGITS_BYTES = 100e6  # float32 logits on a device at one time; the loss needs about three times that
 GAMMA = {8: 4.0, 10: 5.0, 16: 7.0}  # decay of the position weights that go with a block size
 
 
@@ -35,9 +37,17 @@ def position_decay(block_size: int, config: LossConfig) -> float:
 def cross_entropy(
     hidden_BTD: jax.Array, labels_BT: jax.Array, head_VD: jax.Array, chunk: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Cross-entropy of each label in nats, float32 [B, T], and whether it is the likeliest, bool [B, T]."""
+    """Cross-entropy of each label in nats, float32 [B, T], and whether it is the likeliest, bool [B, T].
+
+    Logits exist for `chunk` tokens of each row at a time, and for fewer where a device would hold more than
+    `LOGITS_BYTES` of them. On a mesh each device has its rows' logits over its part of the vocabulary.
+    """
     batch, tokens, _ = hidden_BTD.shape
-    chunk = min(chunk, tokens)
+    of_a_token = 4 * (batch / parts("batch")) * (head_VD.shape[0] / parts("vocab"))
+    chunk = max(1, min(chunk, tokens, int(LOGITS_BYTES / of_a_token)))
+    # Gathered over `fsdp` here, once, and not again for every chunk; in float32, in which its gradient adds up.
+    head_VD = constrain(head_VD, "vocab", None)
+    hidden_BTD = constrain(hidden_BTD, "batch", None, None)
     pad = -tokens % chunk
 
     def chunks(x: jax.Array) -> jax.Array:
@@ -50,7 +60,7 @@ def cross_entropy(
     @jax.checkpoint
     def body(_: None, part: tuple) -> tuple[None, tuple[jax.Array, jax.Array]]:
         hidden, labels = part
-        logits = linear(hidden, head_VD).astype(jnp.float32)
+        logits = constrain(linear(hidden, head_VD), "batch", None, "vocab").astype(jnp.float32)
         at_label = jnp.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
         return None, (jax.nn.logsumexp(logits, axis=-1) - at_label, at_label >= logits.max(axis=-1))
 
@@ -74,9 +84,18 @@ def next_token_targets(batch: Batch, prompt_weight: float) -> tuple[jax.Array, j
 
 
 def ar_loss(
-    params: Params, batch: Batch, config: ModelConfig, loss: LossConfig, dtype: Any, remat: bool
+    params: Params,
+    batch: Batch,
+    config: ModelConfig,
+    loss: LossConfig,
+    dtype: Any,
+    remat: bool,
+    counts: dict[str, jax.Array] | None = None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Next-token loss; prompt tokens count `loss.prompt_weight`. The metrics are sums and counts."""
+    """Next-token loss; prompt tokens count `loss.prompt_weight`. The metrics are sums and counts.
+
+    `counts`: what the sums are divided by, from :func:`loss_counts`, when `batch` is a part of a larger one.
+    """
     labels, weights = next_token_targets(batch, loss.prompt_weight)
     intervals = causal_intervals(batch["start"])
     hidden = forward(
@@ -86,7 +105,8 @@ def ar_loss(
     total, count = (weights * each).sum(), weights.sum()
     response = weights >= 1.0
     metrics = {"ar_correct": (correct & response).sum(), "ar_count": response.sum()}
-    return mean(total, count), {"ar_loss_sum": total, "ar_loss_count": count, **metrics}
+    whole = counts or {"ar_loss_count": count}
+    return mean(total, whole["ar_loss_count"]), {"ar_loss_sum": total, "ar_loss_count": count, **metrics}
 
 
 def d3d_inputs(batch: Batch, block_size: int, mask_token_id: int) -> dict[str, jax.Array]:
@@ -122,8 +142,12 @@ def d3d_loss(
     block_attention: str,
     dtype: Any,
     remat: bool,
+    counts: dict[str, jax.Array] | None = None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Block loss + ar_weight * next-token loss on the response, in one pass over clean copy and blocks."""
+    """Block loss + ar_weight * next-token loss on the response, in one pass over clean copy and blocks.
+
+    `counts` as for :func:`ar_loss`.
+    """
     blocks = d3d_inputs(batch, block_size, mask_token_id)
     rows, clean = batch["tokens"].shape
 
@@ -140,15 +164,16 @@ def d3d_loss(
         dtype=dtype,
         remat=remat,
     )
-    decay = jnp.exp(-blocks["distance"] / position_decay(block_size, loss))
-    block_weights = jnp.where(blocks["supervised"], decay, 0.0).reshape(rows, -1)
+    block_weights = _block_weights(blocks, position_decay(block_size, loss)).reshape(rows, -1)
     ar_labels, ar_weights = next_token_targets(batch, 0.0)
     each, correct = cross_entropy(hidden, joined(ar_labels, "labels"), head(params), loss.chunk)
     ar_sum, ar_count = (ar_weights * each[:, :clean]).sum(), ar_weights.sum()
     block_sum, block_count = (block_weights * each[:, clean:]).sum(), block_weights.sum()
     block_correct = correct[:, clean:].reshape(blocks["labels"].shape)
     fresh = blocks["supervised"] & (batch["block_visible"] == 0)[..., None]
-    return mean(block_sum, block_count) + loss.ar_weight * mean(ar_sum, ar_count), {
+    whole = counts or {"block_loss_count": block_count, "ar_loss_count": ar_count}
+    value = mean(block_sum, whole["block_loss_count"]) + loss.ar_weight * mean(ar_sum, whole["ar_loss_count"])
+    return value, {
         "block_loss_sum": block_sum,
         "block_loss_count": block_count,
         "ar_loss_sum": ar_sum,
@@ -158,3 +183,18 @@ def d3d_loss(
         "position_correct": (block_correct & fresh).sum(axis=(0, 1)),
         "position_count": fresh.sum(axis=(0, 1)),
     }
+
+
+def _block_weights(blocks: dict[str, jax.Array], gamma: float) -> jax.Array:
+    """Weight of each position's cross-entropy [B, C, G]; 0 where there is no label."""
+    return jnp.where(blocks["supervised"], jnp.exp(-blocks["distance"] / gamma), 0.0)
+
+
+def loss_counts(config: TrainConfig, batch: Batch) -> dict[str, jax.Array]:
+    """What the sums of a batch's losses are divided by. They depend on the batch alone, not on the parameters."""
+    if config.objective == "ar":
+        return {"ar_loss_count": next_token_targets(batch, config.loss.prompt_weight)[1].sum()}
+    assert config.mask_token_id is not None  # checked when the run is planned
+    blocks = d3d_inputs(batch, config.blocks.block_size, config.mask_token_id)
+    weights = _block_weights(blocks, position_decay(config.blocks.block_size, config.loss))
+    return {"block_loss_count": weights.sum(), "ar_loss_count": next_token_targets(batch, 0.0)[1].sum()}

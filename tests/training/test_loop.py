@@ -1,13 +1,9 @@
-"""Whole runs on a toy corpus: they learn, stop on a signal, go on bit by bit as if never stopped, and refuse."""
+"""Whole runs on a toy corpus: they learn, say what they do, start where they should, and refuse."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
-import signal
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,189 +16,29 @@ from jax.sharding import NamedSharding, PartitionSpec
 from d3d_jax.checkpoints.convert import load_params
 from d3d_jax.checkpoints.export import save_params
 from d3d_jax.config import (
-    BlockConfig,
     DrafterConfig,
     LossConfig,
     MeshConfig,
-    ModelConfig,
     OptimizerConfig,
-    RopeConfig,
-    TrainConfig,
 )
 from d3d_jax.devices.mesh import make_mesh
 from d3d_jax.errors import ConfigError, DataError, DeviceError, TrainingError
-from d3d_jax.models.qwen3 import Qwen3, init_params
+from d3d_jax.models.qwen3 import Qwen3, init_params, parameter_count
 from d3d_jax.training import loop
 from d3d_jax.training.checkpointing import Checkpoints
-from d3d_jax.training.loop import plan_run, train
+from d3d_jax.training.loop import train
 from d3d_jax.training.optimizer import make_optimizer
-from d3d_jax.training.step import TrainState, new_state, state_shardings
-
-VOCAB, MASK = 24, 20
-MODEL = ModelConfig(VOCAB, 32, 48, 2, 4, 2, 16, RopeConfig(1e4))
-BLOCKS = BlockConfig(block_size=4, blocks_per_row=6)
-STEPS = 6
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The copy task: `1 x x x 2`, and the response is `x x x 3`."""
-    path, rng = tmp_path_factory.mktemp("corpus") / "copy.jsonl", np.random.default_rng(0)
-    with path.open("w") as file:
-        for number in range(80):
-            word = rng.integers(4, MASK, 3).tolist()
-            file.write(json.dumps({"id": str(number), "ids": [1, *word, 2, *word, 3], "prompt_length": 5}) + "\n")
-    return path
-
-
-@pytest.fixture(scope="module")
-def config(corpus: Path, tmp_path_factory: pytest.TempPathFactory):
-    """A short drafter run; every call has an output folder of its own unless told otherwise."""
-
-    def make(**changes: Any) -> TrainConfig:
-        fixed: dict[str, Any] = dict(
-            objective="d3d", train_data=str(corpus), steps=STEPS, batch_size=4, row_length=27, model=MODEL,
-            mask_token_id=MASK, save_every=3, log_every=2, blocks=BLOCKS, loss=LossConfig(gamma=4.0, chunk=16),
-            optimizer=OptimizerConfig(learning_rate=1e-2),
-        )  # fmt: skip
-        changes.setdefault("output_dir", str(tmp_path_factory.mktemp("run") / "output"))
-        return TrainConfig(**{**fixed, **changes})
-
-    return make
-
-
-def saved(run: TrainConfig, devices: int = 2, step: int | None = None) -> TrainState:
-    """A saved state, the newest one if no step is given, laid out on a mesh of so many devices."""
-    mesh = make_mesh(MeshConfig(), jax.devices()[:devices])
-    empty = new_state(init_params(MODEL), make_optimizer(run.optimizer, run.steps), MODEL, mesh)
-    with Checkpoints(Path(run.output_dir) / "checkpoints", 9) as checkpoints:
-        return checkpoints.restore(empty, step)
-
-
-def assert_equal(one: Any, other: Any) -> None:
-    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
-        assert np.array_equal(a, b)
-
-
-def records(run: TrainConfig) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (Path(run.output_dir) / "metrics.jsonl").read_text().splitlines()]
-
-
-def signal_at(monkeypatch: pytest.MonkeyPatch, name: str, call: int, number: int = signal.SIGTERM) -> None:
-    """Send this process a signal in the given call of a function of the loop."""
-    real, calls = getattr(loop, name), []
-
-    def counting(*args: Any, **kwargs: Any) -> Any:
-        calls.append(1)
-        if len(calls) == call:
-            os.kill(os.getpid(), number)
-        return real(*args, **kwargs)
-
-    monkeypatch.setattr(loop, name, counting)
-
-
-@pytest.fixture(scope="module")
-def whole(config) -> tuple[TrainConfig, dict[str, float]]:
-    """A run on two devices that nothing disturbs."""
-    run = config()
-    return run, train(run, jax.devices()[:2])
-
-
-# ---- stopping and going on
-
-
-def test_a_run_that_was_stopped_and_resumed_is_bit_equal_to_one_that_was_not(config, whole, monkeypatch, capsys):
-    run = config()
-    signal_at(monkeypatch, "_place", 3)
-    train(run, jax.devices()[:2])
-    assert "stopped by a signal; step 3 is saved" in capsys.readouterr().out
-    assert int(saved(run).step) == 3
-    assert_equal(saved(run), saved(whole[0], step=3))  # what was saved while the other run went on
-    last = train(run, jax.devices()[:2])
-    assert "resumed at step 3 of 6" in capsys.readouterr().out
-    resumed = saved(run)
-    assert int(resumed.step) == STEPS
-    assert_equal(resumed, saved(whole[0]))
-    assert last == whole[1]
-
-
-def test_a_signal_during_validation_is_heeded_and_the_step_saved(config, corpus, monkeypatch, capsys):
-    """The step of a validation need not be one of those that are saved anyway."""
-    run = config(validation_data=str(corpus), validate_every=2)
-    monkeypatch.setattr(loop, "validate", lambda *args: {"loss": 1.0})
-    signal_at(monkeypatch, "validate", 1)
-    train(run, jax.devices()[:2])
-    assert "step 2 is saved" in capsys.readouterr().out
-    assert int(saved(run).step) == 2
-
-
-def test_the_second_signal_is_left_to_whoever_handled_it_before():
-    got = []
-    before = signal.signal(signal.SIGTERM, lambda number, frame: got.append(number))
-    try:
-        with loop._stop_signal() as stopped:
-            os.kill(os.getpid(), signal.SIGTERM)
-            assert stopped == [signal.SIGTERM] and not got
-            os.kill(os.getpid(), signal.SIGTERM)
-            assert len(stopped) == 1 and got == [signal.SIGTERM]
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert len(got) == 2
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-@pytest.mark.parametrize("devices", [1, 2, 4])
-def test_a_state_saved_on_two_devices_is_restored_on_any_number(whole, devices):
-    state = saved(whole[0], devices)
-    assert_equal(state, saved(whole[0], 2))
-    for leaf in jax.tree.leaves(state):
-        assert len(leaf.sharding.device_set) == devices
-    assert int(state.step) == STEPS
-
-
-def test_a_state_is_restored_under_an_active_mesh(whole):
-    plain = saved(whole[0], 4)
-    with jax.set_mesh(make_mesh(MeshConfig(), jax.devices()[:4])):
-        assert_equal(saved(whole[0], 4), plain)
-
-
-def test_a_run_goes_on_on_another_number_of_devices(config, whole, monkeypatch):
-    """Sums over devices round differently, so this one is close, not equal."""
-    run = config()
-    signal_at(monkeypatch, "_place", 3)
-    train(run, jax.devices()[:2])
-    train(run, jax.devices()[:1])
-    for a, b in zip(jax.tree.leaves(saved(run).params), jax.tree.leaves(saved(whole[0]).params), strict=True):
-        np.testing.assert_allclose(a, b, rtol=0, atol=1e-3)
-
-
-def test_a_run_that_is_complete_is_not_run_again(whole):
-    before = records(whole[0])
-    train(whole[0], jax.devices()[:2])
-    assert records(whole[0]) == before
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"blocks": BlockConfig(block_size=3, blocks_per_row=6)}, "block_size: saved 4, now 3"),
-        ({"mask_token_id": 21}, "mask_token_id: saved 20, now 21"),
-        ({"loss": LossConfig(gamma=2.0, chunk=16)}, "loss: saved .*'gamma': 4.0.* now .*'gamma': 2.0"),
-        ({"block_attention": "causal"}, "block_attention: saved 'bidirectional', now 'causal'"),
-        ({"objective": "ar"}, "objective: saved 'd3d', now 'ar'"),
-        ({"seed": 1}, "seed: saved 0, now 1"),
-        ({"steps": 9}, "steps: saved 6, now 9"),
-        ({"model": dataclasses.replace(MODEL, rope=RopeConfig(1e6))}, "model: saved .*10000.0.* now .*1000000.0"),
-    ],
+from d3d_jax.training.plan import plan_run
+from d3d_jax.training.state import (
+    StatePlan,
+    TrainState,
+    abstract_state,
+    fresh_params,
+    new_state,
+    places_of,
+    state_shardings,
 )
-def test_a_resume_under_another_contract_is_refused_and_leaves_the_run_as_it_was(whole, monkeypatch, changes, said):
-    run, _ = whole
-    monkeypatch.setattr(loop, "new_state", None)  # refused before any parameter is made
-    files = {path: path.read_bytes() for path in Path(run.output_dir).glob("*.*")}
-    with pytest.raises(TrainingError, match=f"step 6 was saved under another contract .*{said}"):
-        train(dataclasses.replace(run, **changes), jax.devices()[:2])
-    assert {path: path.read_bytes() for path in Path(run.output_dir).glob("*.*")} == files
-
+from tests.training.toy import MASK, MODEL, VOCAB, assert_equal, records
 
 # ---- learning, and what is told
 
@@ -268,6 +104,36 @@ def test_what_the_optimizer_keeps_of_a_parameter_lies_where_the_parameter_does(n
         assert layers[0][weight] == places.params["layers"][weight]
 
 
+# ---- starting fresh
+
+
+def test_fresh_parameters_are_made_where_they_lie_and_are_the_same_on_every_mesh():
+    one = fresh_params(MODEL, 5, make_mesh(MeshConfig(), jax.devices()[:1]))
+    mesh = make_mesh(MeshConfig(1, 2, 4), jax.devices())
+    assert_equal(fresh_params(MODEL, 5, mesh), one)
+    assert not np.array_equal(fresh_params(MODEL, 6, mesh)["embed_tokens"], one["embed_tokens"])
+    plan = StatePlan(MODEL, make_optimizer(OptimizerConfig(), 10), averaged=True)
+    layout = abstract_state(plan, mesh)
+    params = fresh_params(MODEL, 5, mesh)
+    held = params["layers"]["down_proj"].addressable_shards[3].data.unsafe_buffer_pointer()
+    state = new_state(params, plan, places_of(layout))
+    assert jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), state) == jax.tree.map(
+        lambda x: (x.shape, x.dtype, x.sharding), layout
+    )
+    kept = state.params["layers"]["down_proj"].addressable_shards[3].data.unsafe_buffer_pointer()
+    assert kept == held, "the parameters were copied"
+
+
+def test_no_device_makes_more_than_its_part_of_the_fresh_parameters():
+    wide = dataclasses.replace(MODEL, vocab_size=8192)
+    mesh = make_mesh(MeshConfig(1, 2, 4), jax.devices())
+    plan = StatePlan(wide, make_optimizer(OptimizerConfig(), 10))
+    places = places_of(abstract_state(plan, mesh)).params
+    memory = jax.jit(lambda: init_params(wide, 0), out_shardings=places).lower().compile().memory_analysis()
+    whole = 4 * parameter_count(wide)
+    assert memory.output_size_in_bytes < whole / 7 and memory.temp_size_in_bytes < whole / 4
+
+
 # ---- starting from a folder
 
 
@@ -321,6 +187,9 @@ def test_a_drafter_that_is_trained_on_keeps_its_own_mask_row(config, folder, tmp
         ({"model": dataclasses.replace(MODEL, vocab_size=18), "mask_token_id": 17}, DataError, "token id 19, but the"),
         ({"batch_size": 400}, DataError, "batch_size 400; expected a batch to fit"),
         ({"batch_size": 3}, ConfigError, "batch_size=3 does not divide by the 2 parts of the mesh"),
+        ({"micro_batches": 4}, ConfigError, "parts of the mesh .*, times micro_batches=4; use a multiple of 8"),
+        ({"frozen": ("layers.q_prj",)}, ConfigError, "'layers.q_prj' is no parameter .*did you mean 'layers.q_proj'"),
+        ({"frozen": ("layers", "embed_tokens", "norm", "lm_head")}, ConfigError, "leaves no parameter to train"),
         ({"mesh": MeshConfig(data=3)}, DeviceError, "needs 3 devices, but there are 2"),
     ],
 )

@@ -20,7 +20,7 @@ from d3d_jax.errors import ConfigError
 from d3d_jax.models.qwen3 import Params, Qwen3, head
 from d3d_jax.training import loss as losses
 from d3d_jax.training.loss import ar_loss, cross_entropy, d3d_loss, position_decay
-from d3d_jax.training.step import make_loss
+from d3d_jax.training.step import make_gradient, make_loss
 
 CONFIG = ModelConfig(32, 32, 48, 2, 4, 2, 16, RopeConfig(1e4))
 MASK, BLOCK, GAMMA = 31, 4, 3.0
@@ -296,6 +296,21 @@ def test_two_devices_with_3_and_97_tokens_have_the_gradient_of_one_device(params
         np.testing.assert_allclose(few_metrics[name] + many_metrics[name], metrics[name], rtol=1e-5)
 
 
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_batch_computed_in_parts_has_the_gradient_of_the_whole(params, objective, devices):
+    name, _, compiled = objective
+    nothing = (blank(), [])
+    batch = batch_of(row_with_supervision(3), row_with_supervision(97), nothing, nothing)
+    (_, metrics), expected = compiled(params, batch)
+    gradient = make_gradient(dataclasses.replace(run_config(name), micro_batches=2), CONFIG)
+    mesh = make_mesh(MeshConfig(), jax.devices()[:devices])
+    place = (replicated(mesh), NamedSharding(mesh, BATCH))
+    found, found_metrics = jax.jit(gradient, in_shardings=place, out_shardings=replicated(mesh))(params, batch)
+    assert difference(found, expected) < 1e-6
+    for key in metrics:
+        np.testing.assert_allclose(found_metrics[key], metrics[key], rtol=1e-6, equal_nan=False)
+
+
 def difference(one: Params, other: Params) -> float:
     pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
     return max(float(np.abs(np.asarray(a) - np.asarray(b)).max()) for a, b in pairs)
@@ -325,26 +340,3 @@ def test_the_cross_entropy_in_chunks_is_the_plain_one(chunk):
     assert np.array_equal(correct, correct_chunked) and correct.any()
     for one, two in zip(gradients, gradients_chunked, strict=True):
         np.testing.assert_allclose(two, one, rtol=0, atol=1e-5, equal_nan=False)
-
-
-@pytest.mark.parametrize("name", ["ar", "d3d"])
-def test_no_array_of_all_tokens_and_the_vocabulary_is_ever_made(name):
-    """1,024 tokens and Qwen3's vocabulary, compiled but not run, forward and backward."""
-    vocabulary, tokens, places = 151_936, 1024, 128
-    config = ModelConfig(vocabulary, 8, 8, 1, 1, 1, 8, RopeConfig(1e6), tie_word_embeddings=True)
-    clean = tokens - places * BLOCK if name == "d3d" else tokens
-    integers = jax.ShapeDtypeStruct((1, clean), jnp.int32)
-    batch = dict.fromkeys(("tokens", "document", "start", "position"), integers)
-    batch["response"] = jax.ShapeDtypeStruct((1, clean), jnp.bool_)
-    blocks = ("block_start", "block_visible", "block_length")
-    batch |= dict.fromkeys(blocks, jax.ShapeDtypeStruct((1, places), jnp.int32))
-    whole = 4 * tokens * vocabulary
-
-    def temporaries(chunk: int) -> int:
-        loss = make_loss(dataclasses.replace(run_config(name), loss=LossConfig(gamma=GAMMA, chunk=chunk)), config)
-        params = jax.eval_shape(lambda: Qwen3(config, rngs=nnx.Rngs(0)).params())
-        memory = jax.jit(jax.grad(loss, has_aux=True)).lower(params, batch).compile().memory_analysis()
-        return memory.temp_size_in_bytes
-
-    assert temporaries(chunk=64) < whole / 2
-    assert temporaries(chunk=tokens) > whole, "the measurement sees the array when it is there"
