@@ -24,7 +24,16 @@ for set in train validation; do
         mv "$set-part.jsonl" "$set-responses.jsonl"
     }
 done
-[ -d drafter ] || {
+[ -f more-responses.jsonl ] || { # a sampled response a question beside the greedy one
+    d3d respond --model-path target --input train.jsonl --output sampled-part.jsonl --max-new-tokens 160 --max-len 320 --batch-size 64 \
+        --temperature 0.6 --seed 1 --dtype bfloat16
+    cat train-responses.jsonl sampled-part.jsonl > more-responses.jsonl
+}
+[ -d drafter-first ] || {
     d3d train --config "$configs/demo_drafter.yaml" --host-devices 2
-    d3d export runs/drafter drafter --target-model d3d-demo-target --dtype float16
+    d3d export runs/drafter drafter-first --target-model d3d-demo-target --dtype float16
+}
+[ -d drafter ] || {
+    d3d train --config "$configs/demo_drafter_more.yaml" --host-devices 2
+    d3d export runs/drafter-more drafter --target-model d3d-demo-target --dtype float16
 }

@@ -61,9 +61,9 @@ def test_every_mode_gives_the_targets_own_tokens(completions, lane, setting):
 def test_drafts_are_as_good_as_the_model_card_says(completions):
     """Right output can hide a starved drafter: acceptance has a floor of its own."""
     rounds = [r for c in completions["sync", "greedy"] for r in c.rounds]
-    assert sum(r.accepted + 1 for r in rounds) / len(rounds) > 3.3
+    assert sum(r.accepted + 1 for r in rounds) / len(rounds) > 3.5
     rounds = [r for c in completions["async-redraft", "greedy"] for r in c.rounds]
-    assert sum(r.accepted + 1 for r in rounds) / len(rounds) > 2.6
+    assert sum(r.accepted + 1 for r in rounds) / len(rounds) > 2.9
     assert sum(r.hit is True for r in rounds) / len(rounds) > 0.7
 
 
