@@ -17,5 +17,5 @@ def transposed(ref: Any) -> Any:
 
 def load_row(ref: Any, row: int, layout: Any) -> jax.Array:
     """One row of a reference in shared memory, in `layout`; not vectorised."""
-    where = (ref.at[row],) if _SINCE_0_11 else (ref, (row,))
+    where: Any = (ref.at[row],) if _SINCE_0_11 else (ref, (row,))
     return plgpu.load(*where, layout=layout, optimized=False)

@@ -95,7 +95,7 @@ def _tiled(shape: tuple[int, ...], dtype: Any) -> Any:
     return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(_SWIZZLE)))
 
 
-def _accumulator(shape: tuple[int, ...]) -> Any:
+def _accumulator(shape: tuple[int, int]) -> Any:
     return plgpu.ACC(shape, jnp.float32)  # pyright: ignore[reportPrivateImportUsage]
 
 

@@ -6,9 +6,12 @@ import importlib.util
 import json
 from pathlib import Path
 
+import pytest
+
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "attention.py"
 
 
+@pytest.mark.slow
 def test_the_benchmark_runs_tiny_with_every_contestant(tmp_path, capsys):
     spec = importlib.util.spec_from_file_location("attention_benchmark", SCRIPT)
     benchmark = importlib.util.module_from_spec(spec)

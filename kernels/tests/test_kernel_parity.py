@@ -36,8 +36,8 @@ class Case(NamedTuple):
 
 CASES = [
     Case(2, 2, 2, 150, 150, 64),
-    Case(1, 1, 8, 40, 300, 128),
-    Case(3, 2, 1, 257, 129, 64, "bfloat16"),
+    pytest.param(Case(1, 1, 8, 40, 300, 128), marks=pytest.mark.slow),
+    pytest.param(Case(3, 2, 1, 257, 129, 64, "bfloat16"), marks=pytest.mark.slow),
 ]
 DECODE_CASES = [
     Case(2, 2, 4, 9, 300, 64),
@@ -99,7 +99,7 @@ def test_training_attention_its_lse_and_gradients_are_those_of_the_reference(bac
     assert not np.asarray(exact(found[0]))[0, :, 1].any() and not np.asarray(exact(found[2]))[0, :, 1].any()
 
 
-@pytest.mark.parametrize(("case", "num_splits"), zip(DECODE_CASES, (1, 3, 2), strict=True), ids=str)
+@pytest.mark.parametrize(("case", "num_splits"), [*zip(DECODE_CASES, (1, 3, 2), strict=True)], ids=str)
 @pytest.mark.parametrize("backend", DECODING)
 def test_decoding_over_cache_and_new_keys_is_that_of_the_reference(backend, case, num_splits):
     q, k, v, _ = arrays(case)
@@ -134,7 +134,7 @@ def test_verify_and_packed_pass_at_ragged_lengths(backend):
 
 
 @pytest.mark.parametrize("backend", DECODING)
-def test_what_lies_in_unseen_slots_changes_no_bit_even_if_it_is_no_number(backend):
+def test_what_lies_in_unseen_slots_changes_no_bit(backend):
     case = Case(1, 1, 2, 4, 90, 64)
     q, k, v, _ = arrays(case)
     intervals = verify_intervals(jnp.asarray([20]), 4)

@@ -21,7 +21,12 @@ def random_intervals(seed: int, num_queries: int, num_keys: int) -> Intervals:
     """Bounds of every kind: long, short, empty, the wrong way round, before 0 and past the end."""
     rng = np.random.default_rng(seed)
     bounds = rng.integers(-5, num_keys + 6, (4, BATCH, num_queries))
-    smooth = np.sort(bounds, axis=2)  # neighbouring queries that see much the same, so that full tiles occur
+    smooth = np.sort(bounds, axis=2)  # neighbouring queries that see much the same
+    if seed % 4 == 1:  # wide ones, so that full tiles occur
+        smooth[0], smooth[1] = (
+            rng.integers(-5, 6, smooth[0].shape),
+            rng.integers(num_keys // 2, num_keys + 6, smooth[1].shape),
+        )
     return Intervals(*jnp.asarray(np.where(seed % 2, smooth, bounds), jnp.int32))
 
 
