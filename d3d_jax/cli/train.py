@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 
 NAME = "train"
 HELP = "train a target (next token) or a drafter (block diffusion); resumes by itself"
@@ -12,6 +14,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", required=True, help="YAML file; see configs/train/")
     parser.add_argument("overrides", nargs="*", help="a.b=c, such as optimizer.learning_rate=1e-4")
     parser.add_argument("--host-devices", type=int, help="split a CPU into this many devices")
+    parser.add_argument("--multi-host", action="store_true", help="join the run's processes, found by JAX (SLURM, GKE, "
+                        "TPU VM, Open MPI)")  # fmt: skip
+    parser.add_argument("--coordinator", metavar="HOST:PORT", help="join them by hand: where process 0 listens")
+    parser.add_argument("--process", metavar="i/n", help="and which of how many this one is")
     parser.add_argument("--dry-run", action="store_true", help="check configuration and data, then stop")
     parser.epilog = "example: d3d train --config configs/train/demo_drafter.yaml steps=200 --host-devices 2"
 
@@ -24,6 +30,9 @@ def run(args: argparse.Namespace) -> int:
         from d3d_jax.devices.host import prepare_cpu
 
         prepare_cpu(args.host_devices)
+    from d3d_jax.devices.distributed import is_first, join_processes
+
+    join_processes(args.coordinator, args.process, detect=args.multi_host)
     from d3d_jax.training.loop import train
     from d3d_jax.training.plan import plan_run
 
@@ -31,6 +40,24 @@ def run(args: argparse.Namespace) -> int:
         plan = plan_run(config)
         print(f"{plan.report}; {plan.train.steps_per_epoch} steps an epoch, {config.steps} steps planned")
         return 0
-    for name, value in train(config).items():
-        print(f"{name}: {value:.4f}")
+    try:
+        last = train(config)
+    except BaseException as error:
+        _end_all(error)
+        raise
+    if is_first():
+        for name, value in last.items():
+            print(f"{name}: {value:.4f}")
     return 0
+
+
+def _end_all(error: BaseException) -> None:
+    """End this process at once if it is one of several, naming it.
+
+    An orderly end would wait for the others, which wait for this one; without it they learn that it is gone.
+    """
+    from d3d_jax.devices.distributed import several, this_host
+
+    if several():
+        print(f"error: on {this_host()}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        os._exit(getattr(error, "exit_code", 1))

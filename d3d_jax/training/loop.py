@@ -32,7 +32,7 @@ from d3d_jax.training.optimizer import make_optimizer
 from d3d_jax.training.plan import Plan, check_batch, plan_run
 from d3d_jax.training.state import StatePlan, TrainState, abstract_state, fresh_params, new_state, places_of
 from d3d_jax.training.step import Metrics, make_eval_step, make_train_step
-from d3d_jax.training.stopping import stop_signal
+from d3d_jax.training.stopping import asked_to_stop, stop_signal
 
 
 def train(config: TrainConfig, devices: Sequence[jax.Device] | None = None) -> dict[str, float]:
@@ -57,9 +57,11 @@ def train(config: TrainConfig, devices: Sequence[jax.Device] | None = None) -> d
         evaluate = make_eval_step(held_out, plan.model, shardings, mesh)
         state = checkpoints.restore(layout) if resumed else new_state(_initial(plan, mesh), form, shardings)
         # Only now: a resume that is refused leaves the files of the run as they are.
-        (output / "config.yaml").write_text(yaml.safe_dump(to_mapping(config), sort_keys=False))
-        (output / "model.json").write_text(json.dumps(to_mapping(plan.model), indent=2))
-        log = _Log(output / "metrics.jsonl")
+        first = jax.process_index() == 0
+        if first:
+            (output / "config.yaml").write_text(yaml.safe_dump(to_mapping(config), sort_keys=False))
+            (output / "model.json").write_text(json.dumps(to_mapping(plan.model), indent=2))
+        log = _Log(output / "metrics.jsonl" if first else None)
         parameters = f"{parameter_count(plan.model):,} parameters"
         log.say(f"{config.objective}: {parameters}, {plan.report}, mesh {dict(mesh.shape)}")
         done = int(state.step)
@@ -88,7 +90,9 @@ def train(config: TrainConfig, devices: Sequence[jax.Device] | None = None) -> d
                 last = validate(evaluate, state, plan.validation, mesh, config)
                 log.write(number, {f"validation_{k}": v for k, v in last.items()})
                 reported, clock = number, time.perf_counter()
-            if stopped and not final:  # also by a signal that came during the validation above
+            # Processes agree only now and then, since it makes them wait for one another.
+            due = jax.process_count() == 1 or number % config.log_every == 0
+            if not final and due and asked_to_stop(stopped):  # also by a signal during the validation above
                 checkpoints.save(number, state, plan.contract, wait=True)
                 log.say(f"stopped by a signal; step {number} is saved, run the same command to go on")
                 break
@@ -161,15 +165,18 @@ def _summary(metrics: Metrics, config: TrainConfig) -> dict[str, float]:
 
 
 class _Log:
-    """One line a report on the terminal, one JSON object in metrics.jsonl."""
+    """One line a report on the terminal, one JSON object in metrics.jsonl; without a path, of neither."""
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path | None):
         self._path = path
 
     def say(self, text: str) -> None:
-        print(text, flush=True)
+        if self._path is not None:
+            print(text, flush=True)
 
     def write(self, step: int, values: dict[str, float]) -> None:
+        if self._path is None:
+            return
         try:
             with self._path.open("a") as file:
                 file.write(json.dumps({"step": step, "time": time.time(), **values}) + "\n")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from d3d_jax.checkpoints.hf_config import read_model_config
 from d3d_jax.checkpoints.special_tokens import check_mask_id, read_eos_ids, read_pad_ids
@@ -18,6 +18,7 @@ from d3d_jax.data.chat import load_tokenizer, tokenizer_hash
 from d3d_jax.data.documents import load_documents
 from d3d_jax.data.loader import Batches, BlockArguments
 from d3d_jax.data.rows import Rows
+from d3d_jax.devices.sharding import BATCH
 from d3d_jax.errors import ConfigError
 from d3d_jax.training.loss import position_decay
 from d3d_jax.training.state import check_frozen
@@ -121,4 +122,12 @@ def check_batch(config: TrainConfig, mesh: Mesh) -> None:
         raise ConfigError(
             f"batch_size={config.batch_size} does not divide by {where}; "
             f"use a multiple of {parts * config.micro_batches}, or another mesh"
+        )
+    local, mine = config.batch_size // jax.process_count(), set()
+    for (rows,) in NamedSharding(mesh, BATCH).addressable_devices_indices_map((config.batch_size,)).values():
+        mine |= set(range(*rows.indices(config.batch_size)))
+    if mine != set(range(jax.process_index() * local, (jax.process_index() + 1) * local)):
+        raise ConfigError(
+            f"mesh {dict(mesh.shape)}: the rows of a batch do not lie with the {jax.process_count()} processes one "
+            f"behind the other; keep `tensor` within the {jax.local_device_count()} devices of a process"
         )

@@ -7,6 +7,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
 
 @contextmanager
 def stop_signal() -> Iterator[list[int]]:
@@ -29,3 +33,10 @@ def stop_signal() -> Iterator[list[int]]:
     finally:
         for which, handler in previous.items():
             signal.signal(which, handler)
+
+
+def asked_to_stop(received: list[int]) -> bool:
+    """Whether any process has received a signal; the processes of a run must all ask, and at the same step."""
+    if jax.process_count() == 1:
+        return bool(received)
+    return bool(multihost_utils.process_allgather(np.asarray(bool(received))).any())
