@@ -124,8 +124,9 @@ def check_batch(config: TrainConfig, mesh: Mesh) -> None:
             f"use a multiple of {parts * config.micro_batches}, or another mesh"
         )
     local, mine = config.batch_size // jax.process_count(), set()
-    for (rows,) in NamedSharding(mesh, BATCH).addressable_devices_indices_map((config.batch_size,)).values():
-        mine |= set(range(*rows.indices(config.batch_size)))
+    for place in NamedSharding(mesh, BATCH).addressable_devices_indices_map((config.batch_size,)).values():
+        assert place is not None  # only this process's devices are asked for
+        mine |= set(range(*place[0].indices(config.batch_size)))
     if mine != set(range(jax.process_index() * local, (jax.process_index() + 1) * local)):
         raise ConfigError(
             f"mesh {dict(mesh.shape)}: the rows of a batch do not lie with the {jax.process_count()} processes one "
