@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -92,6 +94,7 @@ class Engine:
         self._scheduler = Scheduler(
             lambda: MODES[decode.mode](placed), max_batch, max_len, decode.lookahead, fallback=plain
         )
+        self._lock = threading.Lock()  # streams of several threads share the rows
         self._past_end = slots_past_end(1 if decode.mode == "ar" else decode.block_size)
 
     @classmethod
@@ -173,8 +176,9 @@ class Engine:
             raise CapacityError(f"there are {len(prompts)} prompts and {len(each)} settings; give one for all or each")
         asked = enumerate(zip(prompts, each, strict=True))
         requests = [self._request(f"prompt {number}", prompt, setting) for number, (prompt, setting) in asked]
-        for request in requests:  # only now: a prompt that is refused leaves none of the others behind
-            self._scheduler.submit(request)
+        with self._lock:
+            for request in requests:  # only now: a prompt that is refused leaves none of the others behind
+                self._scheduler.submit(request)
         unfinished = dict(enumerate(requests))
         try:
             while unfinished:
@@ -183,7 +187,7 @@ class Engine:
                     on_completion(number, unfinished.pop(number).completion())
         finally:
             for request in unfinished.values():
-                self._scheduler.cancel(request)
+                self.cancel(request)
         return [request.completion() for request in requests]
 
     def submit(
@@ -202,20 +206,23 @@ class Engine:
             CapacityError: for a prompt that is malformed or does not fit; `name` is what the error calls it.
         """
         request = self._request(name, prompt, params or self.decode.sampling, listens)
-        self._scheduler.submit(request)
+        with self._lock:
+            self._scheduler.submit(request)
         return request
 
     def cancel(self, request: Request) -> None:
         """Take a request out, wherever it is."""
-        self._scheduler.cancel(request)
+        with self._lock:
+            self._scheduler.cancel(request)
 
     def step(self, observer: Observer | None = None) -> None:
         """One launch for all rows under way, at most one chunk of a prompt, and the reading of what is due."""
         if observer is None:
             observer = StepByStep() if self.decode.step_by_step else Observer()
-        self._scheduler.step(observer)
+        with self._lock:
+            self._scheduler.step(observer)
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Piece]:
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[Piece, None, None]:
         """Decode one prompt and give its text piece by piece; closing the iterator cancels the request.
 
         Several streams may be read in turns: each step advances all of them.
@@ -226,6 +233,15 @@ class Engine:
         if self.tokenizer is None:
             raise CompatibilityError("streaming gives text; make the engine with its tokenizer")
         return self._pieces(self.submit(prompt, params, listens=True))
+
+    async def astream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncIterator[Piece]:
+        """As :meth:`stream`, for many at a time in one event loop, which is never held up."""
+        stream = self.stream(prompt, params)
+        try:
+            while (piece := await asyncio.to_thread(next, stream, None)) is not None:
+                yield piece
+        finally:
+            stream.close()
 
     def warm_up(
         self,
@@ -275,14 +291,16 @@ class Engine:
         ends = (() if params.ignore_eos else self._stop_ids) + params.stop_token_ids
         return Request(ids, params, ends, tokens, self.tokenizer, listens)
 
-    def _pieces(self, request: Request) -> Iterator[Piece]:
+    def _pieces(self, request: Request) -> Generator[Piece, None, None]:
         try:
-            while not request.finished:
-                self.step()
-                parts = tuple(request.new_text())
-                if request.finished:
+            finished = False
+            while not finished:
+                if not request.finished:  # another stream's step may have brought the end
+                    self.step()
+                finished, parts = request.finished, tuple(request.new_text())
+                if finished:
                     yield Piece(parts, request.completion())
                 elif parts:
                     yield Piece(parts)
         finally:
-            self._scheduler.cancel(request)
+            self.cancel(request)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import gc
 import random
@@ -102,6 +103,21 @@ def test_streamed_pieces_join_to_the_text_and_streams_run_side_by_side(engine, a
     for n in (0, 1):
         assert done[n].ids == alone[4 + n]
         assert texts[n] == done[n].text == Letters().decode(done[n].ids)
+
+
+def test_asynchronous_streams_share_the_rows(engine, alone):
+    async def read(n: int) -> tuple[str, tuple[int, ...]]:
+        text, ids = "", ()
+        async for piece in engine.astream(MANY[n], settings()[n]):
+            text += piece.text
+            ids = piece.completion.ids if piece.completion else ()
+        return text, ids
+
+    async def read_all() -> list:
+        return await asyncio.gather(*(read(n) for n in range(len(MANY))))
+
+    for n, (text, ids) in enumerate(asyncio.run(read_all())):
+        assert ids == alone[n] and text == Letters().decode(ids)
 
 
 def test_a_stop_text_ends_text_ids_and_logprobs_at_one_token(engine):

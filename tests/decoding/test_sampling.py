@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from d3d_jax.config import SamplingParams
+from d3d_jax.decoding.loading import sampling_defaults
 from d3d_jax.decoding.sampling import as_columns, choose, filtered, position_noise
 
 SETTINGS = [
@@ -68,3 +71,18 @@ def test_greedy_rows_of_a_sampled_batch_stay_greedy():
     tokens = choose(logits, jnp.zeros((2, 4), jnp.int32) + jnp.arange(4), setting)
     np.testing.assert_array_equal(tokens[0], logits[0].argmax(-1))
     assert as_columns([SamplingParams(), SamplingParams()]) is None
+
+
+@pytest.mark.parametrize(
+    ("stored", "expected"),
+    [
+        (None, SamplingParams()),
+        ({"temperature": 0.6, "top_k": 20}, SamplingParams()),  # do_sample is off where it is not said
+        ({"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95}, SamplingParams(0.6, 20, 0.95)),
+        ({"do_sample": True, "top_k": None}, SamplingParams(1.0)),
+    ],
+)
+def test_the_defaults_are_those_of_generation_config(tmp_path, stored, expected):
+    if stored is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(stored))
+    assert sampling_defaults(tmp_path) == expected
