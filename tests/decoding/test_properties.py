@@ -21,7 +21,7 @@ POLICIES = [
     {"mode": "async", "block_size": 4, "miss": "keep"},
     {"mode": "async", "block_size": 4, "miss": "redraft"},
 ]
-QUIET = settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+QUIET = settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 
 prompts = st.lists(st.integers(0, TOKEN_IDS - 1), min_size=1, max_size=80)
 params = st.builds(

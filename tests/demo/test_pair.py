@@ -26,6 +26,11 @@ LANES = {
 SETTINGS = {"greedy": SamplingParams(), "sampled": SamplingParams(temperature=0.8, seed=3)}
 
 
+def settings_of(lane: str) -> dict[str, SamplingParams]:
+    """Sampling is another program each: it is shown where the modes differ most."""
+    return SETTINGS if lane in ("ar", "sync", "async-redraft") else {"greedy": SETTINGS["greedy"]}
+
+
 @pytest.fixture(scope="module")
 def completions():
     """Of every lane and setting, the completions of four GSM8K test questions."""
@@ -43,15 +48,16 @@ def completions():
             num_token_ids=pair.num_token_ids,
             stop_ids=pair.stop_ids,
         )
-        for setting, sampling in SETTINGS.items():
+        for setting, sampling in settings_of(name).items():
             found[name, setting] = [engine.generate([p], replace(sampling, max_tokens=128))[0] for p in prompts]
     return found
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("lane", [name for name in LANES if name != "ar"])
+@pytest.mark.parametrize(
+    ("lane", "setting"), [(name, setting) for name in LANES if name != "ar" for setting in settings_of(name)]
+)
 def test_every_mode_gives_the_targets_own_tokens(completions, lane, setting):
     assert [c.ids for c in completions[lane, setting]] == [c.ids for c in completions["ar", setting]]
 
@@ -70,10 +76,8 @@ def test_drafts_are_as_good_as_the_model_card_says(completions):
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_synchronous_rounds_do_not_depend_on_the_number_of_programs(completions):
-    for setting in SETTINGS:
-        assert [c.rounds for c in completions["sync", setting]] == [
-            c.rounds for c in completions["sync-two-devices", setting]
-        ]
+    one, two = (completions[lane, "greedy"] for lane in ("sync", "sync-two-devices"))
+    assert [c.rounds for c in one] == [c.rounds for c in two]
 
 
 def test_the_pair_is_small():
