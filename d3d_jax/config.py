@@ -251,6 +251,7 @@ class TrainConfig:
     """One training run.
 
     `objective`: `ar` is the plain next-token loss (how the embedded target is made), `d3d` the drafter's.
+    `train_data`, `validation_data`: a JSONL file or a folder of `d3d dataset`, or a list of them.
     `init`: a HF folder to start from, or None with `model` for fresh weights. `init_layers` picks layers of it.
     `dtype`: computation; master weights are float32. `micro_batches`: parts that a batch is computed in, one after
     the other, to need less memory; the step is that of the whole batch. `frozen`: parameters that stay as they are,
@@ -259,12 +260,12 @@ class TrainConfig:
     """
 
     objective: Literal["ar", "d3d"]
-    train_data: str
+    train_data: str | tuple[str, ...]
     output_dir: str
     steps: int
     batch_size: int
     row_length: int = 512
-    validation_data: str | None = None
+    validation_data: str | tuple[str, ...] | None = None
     model: ModelConfig | None = None
     init: str | None = None
     init_layers: tuple[int, ...] | None = None

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,7 +17,7 @@ from d3d_jax.data.builder import dataset_tokenizer
 from d3d_jax.data.chat import load_tokenizer, tokenizer_hash
 from d3d_jax.data.documents import load_documents
 from d3d_jax.data.loader import Batches, BlockArguments
-from d3d_jax.data.rows import Rows
+from d3d_jax.data.rows import Documents, Rows
 from d3d_jax.devices.sharding import BATCH
 from d3d_jax.errors import ConfigError
 from d3d_jax.training.loss import position_decay
@@ -63,9 +63,7 @@ def plan_run(config: TrainConfig) -> Plan:
         blocks = BlockArguments(b.block_size, b.blocks_per_row, b.starts, shares, b.visible_decay)
 
     made_with = tokenizer_hash(config.tokenizer) if config.tokenizer else None
-    for path in (config.train_data, config.validation_data):
-        if path is None or not Path(path).is_dir():
-            continue
+    for path in filter(os.path.isdir, (*sources(config.train_data), *sources(config.validation_data))):
         found = dataset_tokenizer(path)
         if made_with is not None and found != made_with:
             raise ConfigError(
@@ -74,8 +72,9 @@ def plan_run(config: TrainConfig) -> Plan:
             )
         made_with = found
 
-    def batches(path: str, seed: int, prefetch: bool) -> tuple[Batches, PackingReport]:
-        rows = Rows(load_documents(path, tokenizer, model.vocab_size), config.row_length, config.seed)
+    def batches(data: str | tuple[str, ...], seed: int, prefetch: bool) -> tuple[Batches, PackingReport]:
+        documents = Documents.joined([load_documents(path, tokenizer, model.vocab_size) for path in sources(data)])
+        rows = Rows(documents, config.row_length, config.seed)
         process = (jax.process_index(), jax.process_count())
         return Batches(rows, config.batch_size, seed, *process, blocks=blocks, prefetch=prefetch), rows.report
 
@@ -99,6 +98,14 @@ def plan_run(config: TrainConfig) -> Plan:
         "ema_decay": config.ema_decay,
     }
     return Plan(config, model, contract, train, validation, report)
+
+
+def sources(data: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """The files and folders that a setting of the run names."""
+    named = () if data is None else (data,) if isinstance(data, str) else data
+    if len(named) > len(set(named)) or data == ():
+        raise ConfigError(f"data {list(named)}: expected at least one file or folder, each named once")
+    return named
 
 
 def _check_mask(config: TrainConfig, model: ModelConfig) -> None:
