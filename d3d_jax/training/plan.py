@@ -15,9 +15,9 @@ from d3d_jax.config import ModelConfig, TrainConfig, to_mapping
 from d3d_jax.data.arrangement import PackingReport
 from d3d_jax.data.builder import dataset_tokenizer
 from d3d_jax.data.chat import load_tokenizer, tokenizer_hash
-from d3d_jax.data.documents import load_documents
 from d3d_jax.data.loader import Batches, BlockArguments
-from d3d_jax.data.rows import Documents, Rows
+from d3d_jax.data.rows import Rows
+from d3d_jax.data.sources import load_documents
 from d3d_jax.devices.sharding import BATCH
 from d3d_jax.errors import ConfigError
 from d3d_jax.training.loss import position_decay
@@ -73,8 +73,7 @@ def plan_run(config: TrainConfig) -> Plan:
         made_with = found
 
     def batches(data: str | tuple[str, ...], seed: int, prefetch: bool) -> tuple[Batches, PackingReport]:
-        documents = Documents.joined([load_documents(path, tokenizer, model.vocab_size) for path in sources(data)])
-        rows = Rows(documents, config.row_length, config.seed)
+        rows = Rows(load_documents(sources(data), tokenizer, model.vocab_size), config.row_length, config.seed)
         process = (jax.process_index(), jax.process_count())
         return Batches(rows, config.batch_size, seed, *process, blocks=blocks, prefetch=prefetch), rows.report
 
