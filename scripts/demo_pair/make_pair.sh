@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # The embedded pair from nothing. Each stage is skipped when its result is there, and resumes when it was cut.
-# A rehearsal goes through every stage with few questions and steps: in two minutes it tells whether the rest would run.
+# A rehearsal goes through every stage with few questions and steps: within minutes it tells whether the rest would run.
 set -euo pipefail
-questions=7173 validation=300 few=()
+questions=7173 validation=300 few=() short=()
 if [ "${1:-}" = --rehearse ]; then
     questions=60 validation=20 few=(steps=2 save_every=2 validate_every=2 log_every=1 batch_size=2)
+    short=(--max-new-tokens 6)
     shift
 fi
 work=${1:?usage: make_pair.sh [--rehearse] WORK_FOLDER}
@@ -17,7 +18,7 @@ train() { # train NAME: by configs/train/demo_NAME.yaml
     d3d train --config "$configs/demo_$1.yaml" --host-devices 2 "${few[@]}"
 }
 respond() { # respond OUTPUT ARGUMENTS...: the file has its name when it is whole
-    d3d respond --model-path target --batch-size 64 --output "$1.part" "${@:2}"
+    d3d respond --model-path target --batch-size 64 --output "$1.part" "${@:2}" "${short[@]}"
     mv "$1.part" "$1"
 }
 drafter() { # drafter RUN FOLDER
