@@ -157,6 +157,9 @@ class DecodeConfig:
     outcome while the target verifies). `block_size` G. `outcomes`: how many outcomes of a block get a
     successor, `all` or the M likeliest. `miss`: verify the kept tail, or draft again, when the bonus token
     was not foreseen. `ban_rejected`: a successor never starts with the token just rejected.
+    `bonus`: how a successor's first token is drafted: `masked` leaves it open, `anchored` gives it, once for each of
+    the `candidates` likeliest bonus tokens of an outcome, `both` does both. `row_budget`: most masked and anchored rows
+    of a packed pass, each successor being `block_size` of them; the likeliest outcomes and candidates are drafted.
     `on_draft_failure`: raise, or let the target decode alone from there on, with a warning and the same tokens.
     `step_by_step`: wait after every program; the same tokens and round trace, for tests and timing.
     """
@@ -166,6 +169,9 @@ class DecodeConfig:
     outcomes: Literal["all"] | int = "all"
     miss: Literal["keep", "redraft"] = "redraft"
     ban_rejected: bool = True
+    bonus: Literal["masked", "anchored", "both"] = "masked"
+    candidates: int = 2
+    row_budget: int | None = None
     draft_sampling: Literal["argmax", "gumbel"] = "argmax"
     on_draft_failure: Literal["error", "plain"] = "error"
     step_by_step: bool = False
@@ -177,8 +183,38 @@ class DecodeConfig:
             raise ConfigError(f"block_size={self.block_size}: a block is one anchor and at least one draft")
         if self.outcomes != "all" and not 1 <= self.outcomes <= self.block_size:
             raise ConfigError(f"outcomes={self.outcomes} must be 'all' or 1..block_size={self.block_size}")
+        if self.candidates < 1:
+            raise ConfigError(
+                f"candidates={self.candidates}: at least one bonus token of an outcome is a candidate"
+            )
+        if self.bonus == "masked" and self.row_budget is not None:
+            raise ConfigError(
+                f"row_budget={self.row_budget} is for anchored successors; set outcomes=M, or bonus"
+            )
+        if self.bonus == "anchored" and self.outcomes != "all":
+            raise ConfigError(
+                f"outcomes={self.outcomes} counts successors that leave the bonus open, and bonus='anchored' has none; "
+                "set row_budget, or bonus='both'"
+            )
+        if self.bonus != "masked" and self.row_budget is not None:
+            masked = 1 if self.bonus == "anchored" else self.block_size if self.outcomes == "all" else self.outcomes
+            if self.row_budget < (masked + 1) * self.block_size:
+                raise ConfigError(
+                    f"row_budget={self.row_budget}: {masked} masked and one anchored successor of {self.block_size} "
+                    f"tokens take {(masked + 1) * self.block_size} rows"
+                )
         if self.lookahead < 1:
             raise ConfigError(f"lookahead={self.lookahead}: at least one round must be in flight")
+
+    @property
+    def num_candidates(self) -> int:
+        """k, candidates that are kept for each place of a drafted block."""
+        return 0 if self.bonus == "masked" else self.candidates
+
+    @property
+    def ranks_branches(self) -> bool:
+        """Whether the drafter's confidence is needed, to choose what is drafted ahead."""
+        return self.outcomes != "all" or self.bonus != "masked"
 
 
 @dataclass(frozen=True)

@@ -15,37 +15,36 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
+from d3d_jax.decoding.branches import select, selected_odds
 from d3d_jax.decoding.observer import Observer
 from d3d_jax.decoding.placement import Placed, Settings
 from d3d_jax.decoding.programs import (
     Drafting,
     advance,
+    no_successors,
     packed_draft,
     prefill_drafter,
     prefill_target,
     redraft_missed,
-    select,
-    selected_confidence,
 )
 from d3d_jax.decoding.rounds import Launched, Until, end_row, read_first, read_round, verify_recorded
 from d3d_jax.decoding.sampling import Sampling
-from d3d_jax.decoding.state import DraftState, Outcome, PromptChunk, Successors
+from d3d_jax.decoding.state import DraftState, Odds, Outcome, PromptChunk, Successors
 from d3d_jax.models.qwen3 import Params
 
 
 def packed_after(
     params: Params,
     block_BG: jax.Array,
-    confidence_BG: jax.Array,
+    odds: Odds,
     outcome: Outcome,
     state: DraftState,
     sampling: Sampling | None,
     how: Drafting,
 ) -> tuple[DraftState, Successors]:
     """The packed pass over the block that follows `outcome`."""
-    return packed_draft(params, block_BG, confidence_BG, advance(state.cache, outcome), sampling, how)
+    return packed_draft(params, block_BG, odds, advance(state.cache, outcome), sampling, how)
 
 
 class Asynchronous:
@@ -65,7 +64,8 @@ class Asynchronous:
 
         def select_packed(params, successors, outcome, state, sampling):
             block, _ = select(successors, outcome)
-            return packed_after(params, block, selected_confidence(state, outcome), outcome, state, sampling, how)
+            odds = selected_odds(state.odds, successors, outcome)
+            return packed_after(params, block, odds, outcome, state, sampling, how)
 
         self._prefill_target = jax.jit(partial(prefill_target, config=config), donate_argnums=2)
         self._prefill_drafter = jax.jit(partial(prefill_drafter, how=how), donate_argnums=2)
@@ -77,17 +77,11 @@ class Asynchronous:
         self._packed = jax.jit(partial(packed_after, how=how), donate_argnums=4)
         self._end_row = jax.jit(end_row)
 
-        rows, size = placed.rows, how.drafter.block_size
-        self._cache = placed.target.cache(rows)
-        self._outcome = jax.device_put(Outcome.of_free_rows(rows), placed.target.device)
-        table = jnp.zeros((rows, size, size), jnp.int32)
-        self._state, self._successors = jax.device_put(
-            (
-                DraftState(drafter.cache(rows), table.astype(jnp.float32)),
-                Successors(table, jnp.zeros((rows, size), bool)),
-            ),
-            drafter.device,
-        )
+        self._cache = placed.target.cache(placed.rows)
+        self._outcome = jax.device_put(Outcome.of_free_rows(placed.rows), placed.target.device)
+        odds, successors = no_successors(how, placed.rows)
+        state = DraftState(drafter.cache(placed.rows), odds)
+        self._state, self._successors = jax.device_put((state, successors), drafter.device)
 
     def prefill(self, chunk: PromptChunk, settings: Settings) -> tuple[Launched, Any]:
         target, drafter = self._target, self._drafter
@@ -135,7 +129,7 @@ class Asynchronous:
     def _redrafting(self, number: int, known: Outcome, settings: Settings, observer: Observer) -> jax.Array:
         target, drafter = self._target, self._drafter
         there = settings.sampling(drafter.device)
-        block, confidence, hit = self._choose(drafter.params, self._successors, known, self._state, there)
+        block, odds, hit = self._choose(drafter.params, self._successors, known, self._state, there)
         observer.launched("choose", "drafter", number, hit)
         offered, foreseen = jax.device_put((block, hit), target.device)
         self._cache, self._outcome, record = self._verify(
@@ -148,7 +142,7 @@ class Asynchronous:
             settings.stop(target.device),
         )
         observer.launched("verify", "target", number, record)
-        self._state, self._successors = self._packed(drafter.params, block, confidence, known, self._state, there)
+        self._state, self._successors = self._packed(drafter.params, block, odds, known, self._state, there)
         observer.launched("packed", "drafter", number, self._successors)
         return record
 
