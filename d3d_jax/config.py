@@ -166,8 +166,8 @@ class DecodeConfig:
 
     mode: Literal["ar", "sync", "async"] = "async"
     block_size: int = 16
-    outcomes: Literal["all"] | int = "all"
-    miss: Literal["keep", "redraft"] = "redraft"
+    outcomes: Literal["all", "auto"] | int = "all"
+    miss: Literal["keep", "redraft", "auto"] = "redraft"
     ban_rejected: bool = True
     bonus: Literal["masked", "anchored", "both"] = "masked"
     candidates: int = 2
@@ -181,23 +181,21 @@ class DecodeConfig:
     def __post_init__(self) -> None:
         if self.mode != "ar" and self.block_size < 2:
             raise ConfigError(f"block_size={self.block_size}: a block is one anchor and at least one draft")
-        if self.outcomes != "all" and not 1 <= self.outcomes <= self.block_size:
-            raise ConfigError(f"outcomes={self.outcomes} must be 'all' or 1..block_size={self.block_size}")
+        if isinstance(self.outcomes, int) and not 1 <= self.outcomes <= self.block_size:
+            raise ConfigError(f"outcomes={self.outcomes} must be 'all', 'auto' or 1..block_size={self.block_size}")
         if self.candidates < 1:
-            raise ConfigError(
-                f"candidates={self.candidates}: at least one bonus token of an outcome is a candidate"
-            )
+            raise ConfigError(f"candidates={self.candidates}: at least one bonus token of an outcome is a candidate")
         if self.bonus == "masked" and self.row_budget is not None:
-            raise ConfigError(
-                f"row_budget={self.row_budget} is for anchored successors; set outcomes=M, or bonus"
-            )
+            raise ConfigError(f"row_budget={self.row_budget} is for anchored successors; set outcomes=M, or bonus")
         if self.bonus == "anchored" and self.outcomes != "all":
             raise ConfigError(
                 f"outcomes={self.outcomes} counts successors that leave the bonus open, and bonus='anchored' has none; "
                 "set row_budget, or bonus='both'"
             )
         if self.bonus != "masked" and self.row_budget is not None:
-            masked = 1 if self.bonus == "anchored" else self.block_size if self.outcomes == "all" else self.outcomes
+            masked = (
+                self.outcomes if isinstance(self.outcomes, int) else 1 if self.bonus == "anchored" else self.block_size
+            )
             if self.row_budget < (masked + 1) * self.block_size:
                 raise ConfigError(
                     f"row_budget={self.row_budget}: {masked} masked and one anchored successor of {self.block_size} "

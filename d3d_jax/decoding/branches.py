@@ -6,7 +6,7 @@ A branch is one successor: a block for one outcome, whose first token, the bonus
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +33,7 @@ def num_masked(decode: DecodeConfig) -> int:
     """
     if decode.bonus == "anchored":
         return 1
-    return decode.block_size if decode.outcomes == "all" else decode.outcomes
+    return decode.outcomes if isinstance(decode.outcomes, int) else decode.block_size
 
 
 def num_branches(decode: DecodeConfig) -> int:
@@ -44,16 +44,19 @@ def num_branches(decode: DecodeConfig) -> int:
     return possible if decode.row_budget is None else min(possible, decode.row_budget // decode.block_size)
 
 
-def choose_branches(odds: Odds, decode: DecodeConfig, mask_token_id: int) -> Branches:
-    """The branches for a block in flight whose drafts have these `odds` ([B, G] each)."""
+def choose_branches(odds: Odds, decode: DecodeConfig, outcomes: Literal["all"] | int, mask_token_id: int) -> Branches:
+    """The branches for a block in flight whose drafts have these `odds` ([B, G] each).
+
+    outcomes: how many get a successor with an open bonus, where `decode` leaves it to be chosen for each round.
+    """
     batch, size = odds.confidence.shape
     reached, stopped = outcome_odds(odds.confidence)
     if decode.bonus == "anchored":
         outcome = jnp.full((batch, 1), size - 1, jnp.int32)
-    elif decode.outcomes == "all":
+    elif outcomes == "all":
         outcome = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), (batch, size))
     else:
-        outcome = jax.lax.top_k(reached * stopped, decode.outcomes)[1].astype(jnp.int32)
+        outcome = jax.lax.top_k(reached * stopped, outcomes)[1].astype(jnp.int32)
     masked = Branches(outcome, jnp.full_like(outcome, mask_token_id), jnp.zeros(outcome.shape, bool))
     count = num_branches(decode) - num_masked(decode)
     if count == 0:

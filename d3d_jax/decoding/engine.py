@@ -257,9 +257,12 @@ class Engine:
             advance: called after each of the `warm_up_steps`.
         """
         begin = time.perf_counter()
-        for length, setting in self._warm_ups(prompt_lengths, params):
-            self.generate([[0] * length], replace(setting, max_tokens=3, ignore_eos=True, stop=(), stop_token_ids=()))
-            advance()
+        with self._scheduler.rehearsal() as rounds:
+            for length, setting in self._warm_ups(prompt_lengths, params):
+                brief = replace(setting, max_tokens=3, ignore_eos=True, stop=(), stop_token_ids=())
+                for _ in range(rounds):
+                    self.generate([[0] * length], brief)
+                advance()
         return time.perf_counter() - begin
 
     def warm_up_steps(

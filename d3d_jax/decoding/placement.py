@@ -128,6 +128,10 @@ def check_pair(target: Model, drafter: Model | None, decode: DecodeConfig, num_t
             f"target and drafter have {rows} and {drafter.config.vocab_size} vocabulary rows; they must share one "
             "tokenizer (to pad a checkpoint's vocabulary on purpose: d3d convert --pad-vocab-to)"
         )
+    if decode.num_candidates >= num_token_ids:
+        raise CompatibilityError(
+            f"candidates={decode.num_candidates}, but the tokenizer has {num_token_ids} ids, one of which was drafted"
+        )
     if decode.block_size != drafter.drafter.block_size:
         raise CompatibilityError(
             f"block_size={decode.block_size}, but the drafter was trained for {drafter.drafter.block_size}; "

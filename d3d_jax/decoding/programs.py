@@ -8,7 +8,7 @@ of that block is known (`advance`).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -159,13 +159,15 @@ def packed_draft(
     cache: KVCache,
     sampling: Sampling | None,
     how: Drafting,
+    outcomes: Literal["all"] | int,
 ) -> tuple[DraftState, Successors]:
     """The successors of the outcomes of `block` in one pass, while the target verifies it (docs/algorithm.md 3).
 
-    odds: the drafter's, of that block; they say which branches are worth their rows.
+    odds: the drafter's, of that block; they say which branches are worth their rows. outcomes: see `choose_branches`;
+    whatever their number, the results have room for all.
     """
     batch, size = block_BG.shape
-    outcome, first, anchored = choose_branches(odds, how.decode, how.drafter.mask_token_id)
+    outcome, first, anchored = choose_branches(odds, how.decode, outcomes, how.drafter.mask_token_id)
     context = cache.length[:, None] + outcome + 1
     blocks = masked_blocks(batch, outcome.shape[1], how.drafter).at[:, :, 0].set(first)
     _, hidden, cache = draft_pass(params, block_BG, blocks, context, cache, how.model, how.drafter)
@@ -175,7 +177,11 @@ def packed_draft(
         banned = jnp.where(outcome < size - 1, after, how.model.vocab_size)  # nothing was rejected after G-1
     tokens, odds = _drafts(params, hidden, context, banned, sampling, how)
     tokens = tokens.at[:, :, 0].set(jnp.where(anchored, first, tokens[:, :, 0]))
-    return DraftState(cache, odds), Successors(tokens, outcome, anchored)
+    room = [(0, 0), (0, num_branches(how.decode) - outcome.shape[1])]
+    odds, tokens, anchored = jax.tree.map(
+        lambda leaf: jnp.pad(leaf, room + [(0, 0)] * (leaf.ndim - 2)), (odds, tokens, anchored)
+    )
+    return DraftState(cache, odds), Successors(tokens, jnp.pad(outcome, room, constant_values=NO_OUTCOME), anchored)
 
 
 def anchored_draft(

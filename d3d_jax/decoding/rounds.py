@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -50,6 +51,10 @@ class Runner(Protocol):
 
     def launch(self, number: int, settings: Settings, until: Until, observer: Observer) -> Launched:
         """Enqueue round `number`, or a loop of them."""
+        ...
+
+    def rehearsal(self) -> AbstractContextManager[int]:
+        """While it is open, as many rounds as it says run every program that a round may use."""
         ...
 
     def release(self, slot: int) -> None:

@@ -5,6 +5,7 @@ On one device the whole loop is one program; on two, or step by step, a round is
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -151,6 +152,9 @@ class Synchronous:
         )
         observer.launched("verify", "target", number, record)
         return Launched(record, read_round(foreseen=False, redraft=False))
+
+    def rehearsal(self) -> AbstractContextManager[int]:
+        return nullcontext(1)
 
     def release(self, slot: int) -> None:
         self._outcome = self._end_row(self._outcome, jax.device_put(slot, self._target.device))
