@@ -247,6 +247,28 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True)
+class WatchConfig:
+    """Where a training run is watched, beside the terminal and metrics.jsonl.
+
+    `tensorboard`: event files in `output_dir`/tensorboard. `wandb_project`: a run of Weights & Biases there, called
+    `wandb_name`; `wandb_mode` `offline` needs no network. `peak_tflops`: 1e12 FLOP/s of a device in the run's type,
+    for the MFU of devices that `training.throughput` does not know.
+    """
+
+    tensorboard: bool = False
+    wandb_project: str | None = None
+    wandb_name: str | None = None
+    wandb_mode: Literal["online", "offline"] = "online"
+    peak_tflops: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.wandb_project is None and (self.wandb_name is not None or self.wandb_mode != "online"):
+            raise ConfigError("watch.wandb_name and wandb_mode are for wandb; set watch.wandb_project, or leave them")
+        if self.peak_tflops is not None and self.peak_tflops <= 0:
+            raise ConfigError(f"watch.peak_tflops={self.peak_tflops} must be above 0")
+
+
+@dataclass(frozen=True)
 class TrainConfig:
     """One training run.
 
@@ -255,7 +277,8 @@ class TrainConfig:
     `dtype`: computation; master weights are float32. `micro_batches`: parts that a batch is computed in, one after
     the other, to need less memory; the step is that of the whole batch. `frozen`: parameters that stay as they are,
     by name, such as `embed_tokens` or `layers.q_proj`, or `layers` for all of them. `ema_decay`: keep a running
-    average of the weights, such as 0.999; it is what is validated and exported.
+    average of the weights, such as 0.999; it is what is validated and exported. `acceptance_every`: steps between
+    measurements of a drafter's acceptance on `acceptance_rows` rows of the validation data; None for none.
     """
 
     objective: Literal["ar", "d3d"]
@@ -280,15 +303,19 @@ class TrainConfig:
     save_every: int = 200
     keep_last: int = 2
     validate_every: int = 200
+    acceptance_every: int | None = 200
+    acceptance_rows: int = 32
     log_every: int = 10
     mesh: MeshConfig = field(default_factory=MeshConfig)
     blocks: BlockConfig = field(default_factory=BlockConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    watch: WatchConfig = field(default_factory=WatchConfig)
 
     def __post_init__(self) -> None:
         names = ("steps", "batch_size", "row_length", "micro_batches", "save_every", "keep_last")
-        names += ("validate_every", "log_every")
+        names += ("validate_every", "acceptance_rows", "log_every")
+        names += ("acceptance_every",) if self.acceptance_every is not None else ()
         wrong = [f"{name}={getattr(self, name)}" for name in names if getattr(self, name) < 1]
         if wrong:
             raise ConfigError(f"{', '.join(wrong)}: expected at least 1")

@@ -26,14 +26,20 @@ from d3d_jax.training.state import check_frozen
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything a run needs, checked before any device work."""
+    """Everything a run needs, checked before any device work.
+
+    held_out: the rows of `validation`, in which acceptance is measured. num_token_ids: ids that the tokenizer has;
+    where none is named, all that the model has.
+    """
 
     config: TrainConfig
     model: ModelConfig
     contract: dict[str, Any]
     train: Batches
     validation: Batches | None
+    held_out: Rows | None
     report: PackingReport
+    num_token_ids: int
 
 
 def plan_run(config: TrainConfig) -> Plan:
@@ -74,13 +80,16 @@ def plan_run(config: TrainConfig) -> Plan:
             )
         made_with = found
 
-    def batches(path: str, seed: int, prefetch: bool) -> tuple[Batches, PackingReport]:
+    def batches(path: str, seed: int, prefetch: bool) -> tuple[Batches, Rows]:
         rows = Rows(load_documents(path, tokenizer, model.vocab_size), config.row_length, config.seed)
         process = (jax.process_index(), jax.process_count())
-        return Batches(rows, config.batch_size, seed, *process, blocks=blocks, prefetch=prefetch), rows.report
+        return Batches(rows, config.batch_size, seed, *process, blocks=blocks, prefetch=prefetch), rows
 
-    train, report = batches(config.train_data, config.seed, True)
-    validation = batches(config.validation_data, config.seed + 1, False)[0] if config.validation_data else None
+    train, rows = batches(config.train_data, config.seed, True)
+    validation, held_out = None, None
+    if config.validation_data:
+        validation, held_out = batches(config.validation_data, config.seed + 1, False)
+    num_token_ids = model.vocab_size if tokenizer is None else len(tokenizer)
     contract = {
         "objective": config.objective,
         "model": to_mapping(model),
@@ -98,7 +107,7 @@ def plan_run(config: TrainConfig) -> Plan:
         "frozen": sorted(config.frozen) or None,
         "ema_decay": config.ema_decay,
     }
-    return Plan(config, model, contract, train, validation, report)
+    return Plan(config, model, contract, train, validation, held_out, rows.report, num_token_ids)
 
 
 def _check_mask(config: TrainConfig, model: ModelConfig) -> None:
