@@ -10,6 +10,16 @@ from typing import Any
 
 from d3d_jax.errors import DataError
 
+COLUMNS = {
+    "loss": "loss",
+    "validation_loss": "held-out loss",
+    "validation_accuracy_0": "accuracy, first position",
+    "tau_sync": "tau, sync",
+    "tau_async": "tau, async",
+    "hit_rate": "hit rate",
+    "tau_async_keep": "tau, async, keep",
+    "hit_rate_keep": "hit rate, keep",
+}
 SNAPSHOTS = 5  # of one run's accuracy by position, from its begin to its end
 _COLOURS = ("#2f6db3", "#e08a1e", "#b4457a", "#3a8f5c", "#7a5bb0", "#868e96")
 _INK, _PALE = "#343a40", "#6c757d"
@@ -66,6 +76,18 @@ def read_run(path: str | Path, name: str | None = None) -> Run:
     return Run(name or (path.name if path.is_dir() else path.parent.name or path.stem), figures)
 
 
+def table(runs: Sequence[Run]) -> str:
+    """The last figures of each run as a Markdown table; a dash for what it has not told."""
+    columns = {name: told for name, told in COLUMNS.items() if any(name in run.figures for run in runs)}
+    lines = [["run", "steps", *columns.values()], ["---"] * (2 + len(columns))]
+    for run in runs:
+        last = {name: run.curve(name)[1][-1] if name in run.figures else None for name in columns}
+        steps = max(step for values in run.figures.values() for step in values)
+        figures = ["-" if value is None else f"{value:.3f}" for value in last.values()]
+        lines.append([run.name, str(steps), *figures])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
 def draw(runs: Sequence[Run], path: str | Path, title: str | None = None) -> None:
     """Loss, accuracy by position, acceptance length and hit rate of one or several runs into an image file."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -74,7 +96,7 @@ def draw(runs: Sequence[Run], path: str | Path, title: str | None = None) -> Non
     figure = Figure(figsize=(11, 7), dpi=160, facecolor="white")
     FigureCanvasAgg(figure)  # no window, no global state
     places = figure.subplots(2, 2, gridspec_kw={"wspace": 0.2, "hspace": 0.34})
-    figure.subplots_adjust(left=0.065, right=0.98, top=0.86, bottom=0.08)
+    figure.subplots_adjust(left=0.065, right=0.98, top=0.90 if len(runs) == 1 else 0.865, bottom=0.08)
     (loss, accuracy), (tau, hit) = places
     for number, run in enumerate(runs):
         colour = _COLOURS[number % len(_COLOURS)]
@@ -86,8 +108,9 @@ def draw(runs: Sequence[Run], path: str | Path, title: str | None = None) -> Non
     _draw_accuracy(accuracy, runs)
     _finish(loss, "loss", "step", "thin: training, with points: held out")
     _finish(accuracy, "accuracy by position", "position in the block, blocks without a visible token", "", share=True)
-    _finish(tau, "acceptance length tau, held out", "step", "solid: sync, dashed: async, redraft")
-    _finish(hit, "hit rate, held out, async", "step", "", share=True)
+    _finish(tau, "acceptance length tau", "step", "held out; solid: sync, dashed: async")
+    tau.set_ylim(bottom=1)
+    _finish(hit, "hit rate", "step", "held out, async", share=True)
     figure.text(0.065, 0.955, title or ", ".join(run.name for run in runs), fontsize=14, weight="bold", color=_INK)
     if len(runs) > 1:
         from matplotlib.lines import Line2D

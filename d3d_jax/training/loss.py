@@ -113,7 +113,8 @@ def d3d_inputs(batch: Batch, block_size: int, mask_token_id: int) -> dict[str, j
     """Tokens, positions, labels and weights of the C masked blocks of each row, all [B, C, G].
 
     Offset o of a block stands for clean slot `start + o`: it shows that slot's token while `o < visible`
-    and the mask from there on, and its label is that same token: no shift.
+    and the mask from there on, and its label is that same token: no shift. With `uniform` noise some of the others
+    show their token too, and are not supervised. inverse_rate: 1/t of each position's block, which its loss counts.
     """
     start, visible, length = batch["block_start"], batch["block_visible"], batch["block_length"]
     offset = jnp.arange(block_size)
@@ -121,13 +122,19 @@ def d3d_inputs(batch: Batch, block_size: int, mask_token_id: int) -> dict[str, j
     rows = jnp.arange(slot.shape[0])[:, None, None]
     labels = batch["tokens"][rows, slot]
     first = jnp.take_along_axis(batch["position"], jnp.maximum(start, 0), axis=1)
-    supervised = (start >= 0)[..., None] & (offset >= visible[..., None]) & (offset < length[..., None])
+    masked = offset >= visible[..., None]
+    inverse_rate = jnp.ones((), jnp.float32)
+    if "block_masked" in batch:
+        masked &= batch["block_masked"]
+        inverse_rate = 1 / batch["block_rate"][..., None]
+    supervised = (start >= 0)[..., None] & masked & (offset < length[..., None])
     return {
-        "tokens": jnp.where(offset < visible[..., None], labels, mask_token_id),
+        "tokens": jnp.where(masked, mask_token_id, labels),
         "positions": first[..., None] + offset,
         "labels": labels,
         "supervised": supervised,
         "distance": jnp.maximum(offset - visible[..., None], 0),
+        "inverse_rate": jnp.broadcast_to(inverse_rate, supervised.shape),
     }
 
 
@@ -187,7 +194,7 @@ def d3d_loss(
 
 def _block_weights(blocks: dict[str, jax.Array], gamma: float) -> jax.Array:
     """Weight of each position's cross-entropy [B, C, G]; 0 where there is no label."""
-    return jnp.where(blocks["supervised"], jnp.exp(-blocks["distance"] / gamma), 0.0)
+    return jnp.where(blocks["supervised"], blocks["inverse_rate"] * jnp.exp(-blocks["distance"] / gamma), 0.0)
 
 
 def loss_counts(config: TrainConfig, batch: Batch) -> dict[str, jax.Array]:

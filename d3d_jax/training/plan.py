@@ -66,7 +66,7 @@ def plan_run(config: TrainConfig) -> Plan:
     if config.objective == "d3d":
         b = config.blocks
         shares = (b.visible_none, b.visible_one)
-        blocks = BlockArguments(b.block_size, b.blocks_per_row, b.starts, shares, b.visible_decay)
+        blocks = BlockArguments(b.block_size, b.blocks_per_row, b.starts, shares, b.visible_decay, b.noise)
 
     made_with = tokenizer_hash(config.tokenizer) if config.tokenizer else None
     for path in (config.train_data, config.validation_data):
@@ -80,15 +80,16 @@ def plan_run(config: TrainConfig) -> Plan:
             )
         made_with = found
 
-    def batches(path: str, seed: int, prefetch: bool) -> tuple[Batches, Rows]:
+    def batches(path: str, seed: int, blocks: BlockArguments | None, prefetch: bool = False) -> tuple[Batches, Rows]:
         rows = Rows(load_documents(path, tokenizer, model.vocab_size), config.row_length, config.seed)
         process = (jax.process_index(), jax.process_count())
         return Batches(rows, config.batch_size, seed, *process, blocks=blocks, prefetch=prefetch), rows
 
-    train, rows = batches(config.train_data, config.seed, True)
+    train, rows = batches(config.train_data, config.seed, blocks, prefetch=True)
     validation, held_out = None, None
     if config.validation_data:
-        validation, held_out = batches(config.validation_data, config.seed + 1, False)
+        as_in_use = None if blocks is None else replace(blocks, noise="full")
+        validation, held_out = batches(config.validation_data, config.seed + 1, as_in_use)
     num_token_ids = model.vocab_size if tokenizer is None else len(tokenizer)
     contract = {
         "objective": config.objective,

@@ -110,8 +110,10 @@ class Throughput:
     def report(self) -> dict[str, float]:
         """`tokens_per_s`, `loader_wait` (a share) and, where the peak is known, `mfu` (a share) since the last report.
 
-        Call it when all steps but the newest have finished.
+        Call it when all steps but the newest have finished. Empty where that is no step.
         """
+        if not self._tokens:
+            return {}
         seconds = max(self._clock() - self._since, 1e-9)
         said = {"tokens_per_s": self._tokens / seconds, "loader_wait": self._waited / seconds}
         if self._peak is not None:
