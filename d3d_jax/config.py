@@ -217,13 +217,15 @@ class BlockConfig:
 class LossConfig:
     """Weights of the loss parts. `gamma` None takes docs/algorithm.md's value for the block size.
 
-    `chunk`: tokens of each row whose logits exist at one time.
+    `chunk`: tokens of each row whose logits exist at one time. `kd_weight`: of the divergence of a drafter's masked
+    positions from the target's stored likeliest tokens (docs/algorithm.md 7).
     """
 
     ar_weight: float = 1.0
     gamma: float | None = None
     chunk: int = 128
     prompt_weight: float = 0.0
+    kd_weight: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ Row i of the file samples with seed + i.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from d3d_jax.cli.pair_options import (
@@ -32,6 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch-size", type=positive, default=32, help="rows decoded at one time")
     add_device_argument(parser)
     add_sampling_arguments(parser)
+    parser.add_argument("--top-logprobs", type=positive, metavar="K", help="also store the target's K likeliest tokens "
+                        "at every place, to distil from (loss.kd_weight); one more pass of the target, whose weights "
+                        "are then on the device twice")  # fmt: skip
     parser.add_argument("--shard", default="0/1", help="i/n: every n-th question, from the i-th")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.epilog = "example: d3d respond --model-path Qwen3-8B --input prompts.jsonl --output out-0.jsonl --shard 0/8"
@@ -42,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
 
     from d3d_jax.config import DecodeConfig
     from d3d_jax.data.prompts import load_conversations
-    from d3d_jax.data.responses import Counts, Question, questions_of, respond
+    from d3d_jax.data.responses import Counts, OnAnswer, Question, questions_of, respond, with_top_logprobs
     from d3d_jax.decoding.loading import open_pair
     from d3d_jax.errors import ConfigError
     from d3d_jax.models.cache import slots_past_end
@@ -54,6 +57,8 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--max-len {args.max_len} leaves no room for a prompt and {args.max_new_tokens} new tokens")
     devices = start_devices(args.device)
     pair = open_pair(args.model_path)
+    if args.top_logprobs and args.top_logprobs > pair.num_token_ids:
+        raise ConfigError(f"--top-logprobs {args.top_logprobs}, but the tokenizer has {pair.num_token_ids} ids")
     asked = questions_of(load_conversations(args.input), pair.tokenizer)[index::count]
 
     import jax.numpy as jnp
@@ -74,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
         dtype=jnp.dtype(args.dtype),
     )
 
-    def answer(questions: Sequence[Question], on_answer: Callable[[Question, Sequence[int], bool], None]) -> None:
+    def answer(questions: Sequence[Question], on_answer: OnAnswer) -> None:
         settings = [
             replace(sampling, seed=(args.seed + question.row) % 2**32, max_tokens=args.max_new_tokens)
             for question in questions
@@ -95,6 +100,12 @@ def run(args: argparse.Namespace) -> int:
             before = finished
 
         longest = args.max_len - args.max_new_tokens - past_end
+        if args.top_logprobs:
+            from d3d_jax.data.top_logprobs import Teacher
+
+            target, size = loaded.target, args.batch_size
+            teacher = Teacher(target.params, target.config, args.top_logprobs, size, devices[0], jnp.dtype(args.dtype))
+            answer = with_top_logprobs(answer, teacher, size)
         counts = respond(asked, answer, args.output, longest_prompt=longest, on_counts=on_counts)
     print(f"{args.output}: {counts}")
     return 0

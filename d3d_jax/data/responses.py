@@ -8,8 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+
 from d3d_jax.data.chat import encode_prompt
+from d3d_jax.data.packing import Top
 from d3d_jax.data.prompts import Conversation
+from d3d_jax.data.top_logprobs import Teacher
 
 AT_ONCE = 4096  # questions handed over together: enough to keep every row of an engine busy
 
@@ -17,12 +21,17 @@ AT_ONCE = 4096  # questions handed over together: enough to keep every row of an
 class Answer(Protocol):
     """Answers questions in any order: calls `on_answer(question, ids, finished)` for each as soon as it is known.
 
-    ids: the tokens that follow the prompt; finished: they ended with a stop token.
+    ids: the tokens that follow the prompt; finished: they ended with a stop token. A fourth argument is the `Top` of
+    the response.
     """
 
-    def __call__(
-        self, questions: Sequence[Question], on_answer: Callable[[Question, Sequence[int], bool], None]
-    ) -> None: ...
+    def __call__(self, questions: Sequence[Question], on_answer: OnAnswer) -> None: ...
+
+
+class OnAnswer(Protocol):
+    """Takes an answer."""
+
+    def __call__(self, question: Question, ids: Sequence[int], finished: bool, top: Top | None = None) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -72,6 +81,30 @@ def questions_of(conversations: Sequence[Conversation], tokenizer: Any) -> list[
     return found
 
 
+def with_top_logprobs(answer: Answer, teacher: Teacher, batch_size: int) -> Answer:
+    """Answers that come with the target's likeliest tokens, `batch_size` of them at a time."""
+
+    def whole(questions: Sequence[Question], on_answer: OnAnswer) -> None:
+        waiting: list[tuple[Question, list[int], bool]] = []
+
+        def hand_over() -> None:
+            if waiting:
+                texts = [([*question.prompt, *ids], len(question.prompt)) for question, ids, _ in waiting]
+                for (question, ids, finished), top in zip(waiting, teacher(texts), strict=True):
+                    on_answer(question, ids, finished, top)
+                waiting.clear()
+
+        def collect(question: Question, ids: Sequence[int], finished: bool, top: Top | None = None) -> None:
+            waiting.append((question, list(ids), finished))
+            if len(waiting) == batch_size:
+                hand_over()
+
+        answer(questions, collect)
+        hand_over()
+
+    return whole
+
+
 def respond(
     asked: Sequence[Question],
     answer: Answer,
@@ -82,9 +115,10 @@ def respond(
 ) -> Counts:
     """Answer the questions into the JSONL file `output`, in whatever order answers come; returns the counts.
 
-    Lines are `{"id", "ids", "prompt_length", "finished"}`. Questions already in the file are not asked again, so
-    a run that was stopped goes on where it was. Prompts longer than `longest_prompt` are skipped and counted.
-    `on_counts` gets the counts so far after each answer.
+    Lines are `{"id", "ids", "prompt_length", "finished"}`, and `top_ids` and `top_logprobs` where answers come with
+    the target's likeliest tokens, a list of K for each token of the response. Questions already in the file are not
+    asked again, so a run that was stopped goes on where it was. Prompts longer than `longest_prompt` are skipped and
+    counted. `on_counts` gets the counts so far after each answer.
     """
     output = Path(output)
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -98,13 +132,16 @@ def respond(
     on_counts(tally.counts())
     with output.open("a") as file:
 
-        def on_answer(question: Question, ids: Sequence[int], finished: bool) -> None:
-            row = {
+        def on_answer(question: Question, ids: Sequence[int], finished: bool, top: Top | None = None) -> None:
+            row: dict[str, Any] = {
                 "id": question.id,
                 "ids": [*question.prompt, *ids],
                 "prompt_length": len(question.prompt),
                 "finished": finished,
             }
+            if top is not None:
+                row["top_ids"] = top.ids.tolist()
+                row["top_logprobs"] = np.round(top.logprobs.astype(np.float64), 4).tolist()
             file.write(json.dumps(row, separators=(",", ":")) + "\n")
             file.flush()
             tally.add(ids, finished)

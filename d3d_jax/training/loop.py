@@ -109,7 +109,7 @@ def _make_examination(
         return lambda state, number, final: {}
     batches = plan.validation
     # Held-out loss is per response token, whatever weight prompts have in training.
-    held_out = replace(config, loss=replace(config.loss, prompt_weight=0.0))
+    held_out = replace(config, loss=replace(config.loss, prompt_weight=0.0, kd_weight=0.0))
     evaluate = make_eval_step(held_out, plan.model, shardings, mesh)
     every = config.acceptance_every if config.objective == "d3d" else None
     accept = None if every is None else HeldOut(config, plan, shardings, mesh)
@@ -192,12 +192,13 @@ def _checked(step: int, metrics: Metrics, config: TrainConfig) -> dict[str, floa
 
 def _summary(metrics: Metrics, config: TrainConfig) -> dict[str, float]:
     m = {name: np.asarray(value, np.float64) for name, value in metrics.items()}
-    parts = [part for part in ("block", "ar") if f"{part}_loss_sum" in m]
+    parts = [part for part in ("block", "ar", "kd") if f"{part}_loss_sum" in m]
     means = {f"{part}_loss": float(m[f"{part}_loss_sum"] / np.maximum(m[f"{part}_loss_count"], 1)) for part in parts}
     if config.objective == "ar":
         out = {"loss": means["ar_loss"]}
     else:
-        out = {"loss": means["block_loss"] + config.loss.ar_weight * means["ar_loss"], **means}
+        distilled = config.loss.kd_weight * means.get("kd_loss", 0.0)
+        out = {"loss": means["block_loss"] + config.loss.ar_weight * means["ar_loss"] + distilled, **means}
     out["ar_accuracy"] = float(m["ar_correct"] / np.maximum(m["ar_count"], 1))
     if "grad_norm" in m:
         out["grad_norm"] = float(m["grad_norm"])

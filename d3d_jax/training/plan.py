@@ -80,12 +80,16 @@ def plan_run(config: TrainConfig) -> Plan:
             )
         made_with = found
 
-    def batches(path: str, seed: int, blocks: BlockArguments | None, prefetch: bool = False) -> tuple[Batches, Rows]:
-        rows = Rows(load_documents(path, tokenizer, model.vocab_size), config.row_length, config.seed)
+    def batches(
+        path: str, seed: int, blocks: BlockArguments | None, prefetch: bool = False, top: bool = False
+    ) -> tuple[Batches, Rows]:
+        rows = Rows(load_documents(path, tokenizer, model.vocab_size, top=top), config.row_length, config.seed)
         process = (jax.process_index(), jax.process_count())
         return Batches(rows, config.batch_size, seed, *process, blocks=blocks, prefetch=prefetch), rows
 
-    train, rows = batches(config.train_data, config.seed, blocks, prefetch=True)
+    if config.loss.kd_weight and config.objective != "d3d":
+        raise ConfigError("loss.kd_weight distils a drafter's blocks; leave it out with objective 'ar'")
+    train, rows = batches(config.train_data, config.seed, blocks, prefetch=True, top=config.loss.kd_weight > 0)
     validation, held_out = None, None
     if config.validation_data:
         as_in_use = None if blocks is None else replace(blocks, noise="full")
@@ -97,7 +101,8 @@ def plan_run(config: TrainConfig) -> Plan:
         "block_size": config.blocks.block_size if config.objective == "d3d" else None,
         "mask_token_id": config.mask_token_id,
         "block_attention": config.block_attention,
-        "loss": to_mapping(config.loss),
+        # Without what came later and is unused, as in older runs.
+        "loss": {name: value for name, value in to_mapping(config.loss).items() if name != "kd_weight" or value},
         "optimizer": to_mapping(config.optimizer),
         "steps": config.steps,
         "batch_size": config.batch_size,
