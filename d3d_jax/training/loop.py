@@ -141,7 +141,8 @@ def _throughput(plan: Plan, mesh: Mesh) -> Throughput:
 
 def _ready(metrics: Metrics | None) -> bool:
     """Whether the step that gives these figures has finished; yes if there is none."""
-    return metrics is None or all(leaf.is_ready() for leaf in metrics.values() if isinstance(leaf, jax.Array))
+    leaves: list[Any] = [] if metrics is None else [leaf for leaf in metrics.values() if isinstance(leaf, jax.Array)]
+    return all(leaf.is_ready() for leaf in leaves)
 
 
 def validate(evaluate: Any, state: TrainState, batches: Batches, mesh: Mesh, config: TrainConfig) -> dict[str, float]:

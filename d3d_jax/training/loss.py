@@ -65,7 +65,7 @@ def cross_entropy(
         return x.swapaxes(0, 1).reshape(batch, -1)[:, :tokens]
 
     @jax.checkpoint
-    def body(_: None, part: tuple) -> tuple[None, tuple[jax.Array, jax.Array]]:
+    def body(_: None, part: tuple) -> tuple[None, tuple[jax.Array, ...]]:
         hidden, labels, *top = part
         logits = constrain(linear(hidden, head_VD), "batch", None, "vocab").astype(jnp.float32)
         at_label = jnp.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
