@@ -11,8 +11,8 @@ from typing import Any
 from d3d_jax.errors import DataError
 
 COLUMNS = {
-    "loss": "loss",
     "validation_loss": "held-out loss",
+    "validation_block_loss": "its block part",
     "validation_accuracy_0": "accuracy, first position",
     "tau_sync": "tau, sync",
     "tau_async": "tau, async",
