@@ -1,26 +1,18 @@
-"""Configuration: frozen dataclasses, YAML files and `a.b=c` overrides.
+"""Configuration: frozen dataclasses, read from YAML files and `a.b=c` overrides by `mapping`.
 
-A file holds one mapping whose keys are the fields of one dataclass; nested dataclasses are nested
-mappings. Unknown keys and values of the wrong type are refused with the path of the key, so a typing
-error never turns into a silent default. Field names are those of the ecosystem (transformers for
-models, docs/algorithm.md for the rest).
+Field names are those of the ecosystem (transformers for models, docs/algorithm.md for the rest).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import types
-import typing
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Literal
 
-import yaml
-
-from d3d_jax.errors import ConfigError, nearest
-
-T = TypeVar("T")
+from d3d_jax.errors import ConfigError
+from d3d_jax.mapping import from_mapping as from_mapping
+from d3d_jax.mapping import load as load
+from d3d_jax.mapping import to_mapping as to_mapping
 
 
 @dataclass(frozen=True)
@@ -230,7 +222,9 @@ class BlockConfig:
 
     `starts`: `partition` tiles the response from a random phase, `anchors` draws random starts.
     `blocks_per_row`: masked blocks in one training row. `visible_none` and `visible_one` are the shares of
-    blocks with 0 and 1 visible leading tokens; the rest is geometric with `visible_decay`.
+    blocks with 0 and 1 visible leading tokens; the rest is geometric with `visible_decay`. `noise`: behind those
+    every token is masked (`full`, as drafting has it), or each with a probability t, drawn for the block from U(0, 1),
+    and the loss is divided by t (`uniform`, as diffusion language models are trained).
     """
 
     block_size: int = 16
@@ -239,6 +233,7 @@ class BlockConfig:
     visible_none: float = 0.7
     visible_one: float = 0.2
     visible_decay: float = 0.9
+    noise: Literal["full", "uniform"] = "full"
 
     def __post_init__(self) -> None:
         if self.block_size < 2:
@@ -256,13 +251,15 @@ class BlockConfig:
 class LossConfig:
     """Weights of the loss parts. `gamma` None takes docs/algorithm.md's value for the block size.
 
-    `chunk`: tokens of each row whose logits exist at one time.
+    `chunk`: tokens of each row whose logits exist at one time. `kd_weight`: of the divergence of a drafter's masked
+    positions from the target's stored likeliest tokens (docs/algorithm.md 7).
     """
 
     ar_weight: float = 1.0
     gamma: float | None = None
     chunk: int = 128
     prompt_weight: float = 0.0
+    kd_weight: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -281,6 +278,28 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True)
+class WatchConfig:
+    """Where a training run is watched, beside the terminal and metrics.jsonl.
+
+    `tensorboard`: event files in `output_dir`/tensorboard. `wandb_project`: a run of Weights & Biases there, called
+    `wandb_name`; `wandb_mode` `offline` needs no network. `peak_tflops`: 1e12 FLOP/s of a device in the run's type,
+    for the MFU of devices that `training.throughput` does not know.
+    """
+
+    tensorboard: bool = False
+    wandb_project: str | None = None
+    wandb_name: str | None = None
+    wandb_mode: Literal["online", "offline"] = "online"
+    peak_tflops: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.wandb_project is None and (self.wandb_name is not None or self.wandb_mode != "online"):
+            raise ConfigError("watch.wandb_name and wandb_mode are for wandb; set watch.wandb_project, or leave them")
+        if self.peak_tflops is not None and self.peak_tflops <= 0:
+            raise ConfigError(f"watch.peak_tflops={self.peak_tflops} must be above 0")
+
+
+@dataclass(frozen=True)
 class TrainConfig:
     """One training run.
 
@@ -290,7 +309,8 @@ class TrainConfig:
     `dtype`: computation; master weights are float32. `micro_batches`: parts that a batch is computed in, one after
     the other, to need less memory; the step is that of the whole batch. `frozen`: parameters that stay as they are,
     by name, such as `embed_tokens` or `layers.q_proj`, or `layers` for all of them. `ema_decay`: keep a running
-    average of the weights, such as 0.999; it is what is validated and exported.
+    average of the weights, such as 0.999; it is what is validated and exported. `acceptance_every`: steps between
+    measurements of a drafter's acceptance on `acceptance_rows` rows of the validation data; None for none.
     """
 
     objective: Literal["ar", "d3d"]
@@ -315,117 +335,21 @@ class TrainConfig:
     save_every: int = 200
     keep_last: int = 2
     validate_every: int = 200
+    acceptance_every: int | None = 200
+    acceptance_rows: int = 32
     log_every: int = 10
     mesh: MeshConfig = field(default_factory=MeshConfig)
     blocks: BlockConfig = field(default_factory=BlockConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    watch: WatchConfig = field(default_factory=WatchConfig)
 
     def __post_init__(self) -> None:
         names = ("steps", "batch_size", "row_length", "micro_batches", "save_every", "keep_last")
-        names += ("validate_every", "log_every")
+        names += ("validate_every", "acceptance_rows", "log_every")
+        names += ("acceptance_every",) if self.acceptance_every is not None else ()
         wrong = [f"{name}={getattr(self, name)}" for name in names if getattr(self, name) < 1]
         if wrong:
             raise ConfigError(f"{', '.join(wrong)}: expected at least 1")
         if self.ema_decay is not None and not 0 < self.ema_decay < 1:
             raise ConfigError(f"ema_decay={self.ema_decay} must lie between 0 and 1, such as 0.999")
-
-
-def from_mapping(cls: type[T], values: Mapping[str, Any], *, where: str = "") -> T:
-    """Build the dataclass `cls` from plain `values`, refusing unknown keys and wrong types.
-
-    Raises:
-        ConfigError: with the dotted path of the key at fault.
-    """
-    hints = typing.get_type_hints(cls)
-    fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    prefix = f"{where}." if where else ""
-    for key in values:
-        if key not in fields:
-            raise ConfigError(f"unknown key {prefix + key!r} for {cls.__name__}{nearest(key, fields)}")
-    built = {k: _coerce(hints[k], v, prefix + k) for k, v in values.items()}
-    missing = [
-        name
-        for name, f in fields.items()
-        if name not in built and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
-    ]
-    if missing:
-        raise ConfigError(f"{cls.__name__}: missing {', '.join(prefix + m for m in missing)}; they have no default")
-    return cls(**built)
-
-
-def load(cls: type[T], path: str | Path, overrides: Sequence[str] = ()) -> T:
-    """Read the YAML file at `path` into `cls`, then apply `a.b=c` overrides (values are YAML)."""
-    path = Path(path)
-    if not path.is_file():
-        raise ConfigError(f"config file {str(path)!r} does not exist; see configs/ for examples")
-    try:
-        values = yaml.safe_load(path.read_text()) or {}
-    except yaml.YAMLError as error:
-        raise ConfigError(f"config file {str(path)!r} is not valid YAML: {error}") from error
-    if not isinstance(values, dict):
-        raise ConfigError(f"config file {str(path)!r} holds {type(values).__name__}; expected a mapping of keys")
-    for override in overrides:
-        _set(values, override)
-    return from_mapping(cls, values)
-
-
-def to_mapping(config: Any) -> dict[str, Any]:
-    """The plain nested mapping of a config dataclass (tuples become lists), for JSON and YAML."""
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {k: plain(v) for k, v in value.items()}
-        if isinstance(value, (list, tuple)):
-            return [plain(v) for v in value]
-        return value
-
-    return plain(dataclasses.asdict(config))
-
-
-def _set(values: dict[str, Any], override: str) -> None:
-    path, equals, text = override.partition("=")
-    if not equals or not path:
-        raise ConfigError(f"override {override!r} is not of the form key=value, such as optimizer.name=muon")
-    *parents, leaf = path.split(".")
-    for parent in parents:
-        values = values.setdefault(parent, {})
-        if not isinstance(values, dict):
-            raise ConfigError(f"override {override!r}: {parent!r} holds a value, not a group of keys")
-    values[leaf] = yaml.safe_load(text)
-
-
-def _coerce(hint: Any, value: Any, where: str) -> Any:
-    """`value` as the type `hint`, or ConfigError. YAML's ints pass for floats, lists for tuples."""
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (typing.Union, types.UnionType):
-        for option in args:
-            try:
-                return _coerce(option, value, where)
-            except ConfigError as error:
-                if dataclasses.is_dataclass(option) and isinstance(value, Mapping):
-                    raise error
-    elif origin is Literal:
-        if value in args:
-            return value
-    elif dataclasses.is_dataclass(hint):
-        if isinstance(value, Mapping):
-            return from_mapping(typing.cast(type, hint), value, where=where)
-    elif origin is tuple:
-        if isinstance(value, (list, tuple)):
-            return tuple(_coerce(args[0], v, f"{where}[{i}]") for i, v in enumerate(value))
-    elif hint is float:
-        if isinstance(value, (int, float)) and not isinstance(value, bool):
-            return float(value)
-        if isinstance(value, str):  # YAML 1.1 reads 2e-5 as a string
-            try:
-                return float(value)
-            except ValueError:
-                pass
-    elif hint is type(None):
-        if value is None:
-            return None
-    elif isinstance(value, hint) and not (hint is int and isinstance(value, bool)):
-        return value
-    expected = " or ".join(map(repr, args)) if origin is Literal else getattr(hint, "__name__", str(hint))
-    raise ConfigError(f"{where}={value!r}: expected {expected}")

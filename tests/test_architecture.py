@@ -15,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 LEVELS = (
-    {"dims", "errors", "config"},
+    {"dims", "errors", "mapping", "config"},
     {"devices"},
     {"d3d_kernels", "models"},
     {"checkpoints", "acceptance"},

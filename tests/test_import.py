@@ -12,7 +12,7 @@ import pytest
 # first of our modules that brings it in.
 PROBE = """
 import importlib, json, pkgutil, sys, time
-HEAVY = ("torch", "tensorflow", "tensorflow_datasets", "grain", "matplotlib", "tensorboard")
+HEAVY = ("torch", "tensorflow", "tensorflow_datasets", "grain", "matplotlib", "tensorboard", "tensorboardX", "wandb")
 import jax
 start = time.perf_counter()
 import d3d_jax

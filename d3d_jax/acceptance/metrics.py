@@ -10,28 +10,27 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Protocol
 
 
-class Verified(Protocol):
-    """A round as metrics see it; `decoding.state.Round` is one."""
+@dataclass(frozen=True)
+class Round:
+    """One verification: drafts accepted, whether the bonus token had been foreseen, whether its tail was
+    drafted again. `hit` is None where nothing was foreseen (synchronous drafting).
+    """
 
-    @property
-    def accepted(self) -> int: ...
-    @property
-    def hit(self) -> bool | None: ...
-    @property
-    def redrafted(self) -> bool: ...
+    accepted: int
+    hit: bool | None = None
+    redrafted: bool = False
 
 
 @dataclass(frozen=True)
 class Sample:
     """One output: its rounds in order, and its tokens, the first one and a stop token included."""
 
-    rounds: Sequence[Verified]
+    rounds: Sequence[Round]
     num_tokens: int
 
-    def whole_rounds(self) -> tuple[Verified, ...]:
+    def whole_rounds(self) -> tuple[Round, ...]:
         """The rounds that lie wholly inside the output."""
         kept, tokens = [], 1
         for verified in self.rounds:

@@ -16,7 +16,7 @@ from typing import NoReturn
 from d3d_jax import __version__
 from d3d_jax.errors import ConfigError, D3DError, nearest
 
-COMMANDS = ("demo", "generate", "chat", "respond", "dataset", "train", "export", "convert", "doctor")
+COMMANDS = ("demo", "generate", "chat", "respond", "dataset", "train", "curves", "export", "convert", "doctor")
 
 
 class Parser(argparse.ArgumentParser):

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 ASYNC_ONLY = ("miss", "outcomes", "bonus", "candidates", "row_budget")
 DRAFTING = (*ASYNC_ONLY, "on_draft_failure")
+IMAGES = (".png", ".svg", ".pdf")
 SLOT_STEP = 64  # cache sizes are multiples of this, so that runs alike share their programs
 
 
@@ -202,6 +203,13 @@ def check_writable(path: str | None, flag: str) -> None:
         raise ConfigError(f"{flag} {path}: the folder {parent} does not exist; make it first")
     if Path(path).is_dir():
         raise ConfigError(f"{flag} {path} is a folder; name a file in it")
+
+
+def check_image(path: str | None, flag: str) -> None:
+    """As :func:`check_writable`, for a picture."""
+    check_writable(path, flag)
+    if path is not None and Path(path).suffix.lower() not in IMAGES:
+        raise ConfigError(f"{flag} {path}: expected a name that ends in one of {', '.join(IMAGES)}")
 
 
 def load_with_progress(pair: OpenedPair, dtype: str, console: Console) -> LoadedPair:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 
@@ -18,14 +19,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         "TPU VM, Open MPI)")  # fmt: skip
     parser.add_argument("--coordinator", metavar="HOST:PORT", help="join them by hand: where process 0 listens")
     parser.add_argument("--process", metavar="i/n", help="and which of how many this one is")
+    parser.add_argument("--tensorboard", action="store_true", help="also write event files (watch.tensorboard=true)")
+    parser.add_argument("--wandb", metavar="PROJECT", help="also tell Weights & Biases (watch.wandb_project)")
+    parser.add_argument("--wandb-offline", action="store_true", help="without network, for `wandb sync` later")
+    parser.add_argument("--plot", metavar="FILE", help="draw the run's curves into this image when it ends or stops")
     parser.add_argument("--dry-run", action="store_true", help="check configuration and data, then stop")
     parser.epilog = "example: d3d train --config configs/train/demo_drafter.yaml steps=200 --host-devices 2"
 
 
 def run(args: argparse.Namespace) -> int:
+    from d3d_jax.cli.pair_options import check_image
     from d3d_jax.config import TrainConfig, load
 
-    config = load(TrainConfig, args.config, args.overrides)
+    check_image(args.plot, "--plot")
+    config = load(TrainConfig, args.config, [*args.overrides, *_watching(args)])
     if args.host_devices:
         from d3d_jax.devices.host import prepare_cpu
 
@@ -48,7 +55,22 @@ def run(args: argparse.Namespace) -> int:
     if is_first():
         for name, value in last.items():
             print(f"{name}: {value:.4f}")
+        if args.plot:
+            from d3d_jax.benchmarks.curves import draw, read_run
+
+            draw([read_run(config.output_dir)], args.plot)
+            print(f"curves: {args.plot}")
     return 0
+
+
+def _watching(args: argparse.Namespace) -> list[str]:
+    """The flags as overrides of the configuration."""
+    flags = {
+        "watch.tensorboard=true": args.tensorboard,
+        f"watch.wandb_project={json.dumps(args.wandb)}": args.wandb,
+        "watch.wandb_mode=offline": args.wandb_offline,
+    }
+    return [override for override, given in flags.items() if given]
 
 
 def _end_all(error: BaseException) -> None:

@@ -21,8 +21,8 @@ import numpy as np
 
 from d3d_jax.checkpoints.atomic_folder import atomic_folder
 from d3d_jax.data.chat import load_tokenizer, tokenizer_hash
-from d3d_jax.data.documents import Row, read_rows
-from d3d_jax.data.packing import Document
+from d3d_jax.data.documents import NO_TOP, Row, read_rows
+from d3d_jax.data.packing import Document, Top
 from d3d_jax.data.rows import Documents
 from d3d_jax.errors import DataError
 
@@ -104,6 +104,8 @@ def build_dataset(
     tokenizer = load_tokenizer(tokenizer_folder)
     made_with = tokenizer_hash(tokenizer_folder)
     report, sizes = DatasetReport(), []
+    first = next((row for path in inputs for row in read_rows(path, tokenizer, _unheeded, enable_thinking)), None)
+    top = 0 if first is None or first.top is None else first.top.ids.shape[1]
 
     def examples() -> Iterator[tuple[int, dict[str, Any]]]:
         for path in inputs:
@@ -117,29 +119,35 @@ def build_dataset(
                 if max_tokens is not None and len(row.ids) > max_tokens:
                     report.drop(f"{path}: {row.id}", LONG)
                     continue
+                width = 0 if row.top is None else row.top.ids.shape[1]
+                if width != top:
+                    raise DataError(
+                        f"{path}: row {row.id!r} has {width} likeliest tokens a place, the first row {top}; "
+                        "expected the same of all rows"
+                    )
                 report.keep(row)
                 sizes.append((len(row.ids), row.prompt_length))
-                yield (
-                    report.rows - 1,
-                    {
-                        "id": row.id,
-                        "ids": row.ids,
-                        "prompt_length": np.int32(row.prompt_length),
-                        "finished": row.finished,
-                    },
-                )
+                stored = {
+                    "id": row.id,
+                    "ids": row.ids,
+                    "prompt_length": np.int32(row.prompt_length),
+                    "finished": row.finished,
+                }
+                if row.top is not None:
+                    stored |= {"top_ids": row.top.ids, "top_logprobs": row.top.logprobs}
+                yield report.rows - 1, stored
         if not report.rows:
             raise DataError(f"no row is left: {' '.join(report.lines())}")
 
     with atomic_folder(folder) as partial:
-        builder = _builder_class(tfds, examples)(data_dir=str(partial / "work"), file_format="array_record")
+        builder = _builder_class(tfds, examples, top)(data_dir=str(partial / "work"), file_format="array_record")
         with contextlib.redirect_stdout(io.StringIO()):  # it tells of the partial folder as if it were to stay
             builder.download_and_prepare()
         made = Path(builder.data_dir)
         for path in made.iterdir():
             os.replace(path, partial / path.name)
         shutil.rmtree(partial / "work")
-        description = {"tokenizer": made_with, "enable_thinking": enable_thinking, "report": asdict(report)}
+        description = {"tokenizer": made_with, "enable_thinking": enable_thinking, "report": asdict(report), "top": top}
         (partial / DESCRIPTION).write_text(json.dumps(description, indent=2))
         np.save(partial / SIZES, np.asarray(sizes, np.int32))
         written, _ = read_dataset(partial)  # also asserts the number of rows
@@ -149,8 +157,15 @@ def build_dataset(
     return report
 
 
-def _builder_class(tfds: Any, examples: Callable[[], Iterator[tuple[int, dict[str, Any]]]]) -> Any:
-    """The builder of tensorflow-datasets, made here because its base class is there only with the extra."""
+def _unheeded(where: str, reason: str) -> None:
+    """What is dropped is counted when the rows are written."""
+
+
+def _builder_class(tfds: Any, examples: Callable[[], Iterator[tuple[int, dict[str, Any]]]], top: int) -> Any:
+    """The builder of tensorflow-datasets, made here because its base class is there only with the extra.
+
+    top: likeliest tokens stored for each response token; 0 for none.
+    """
 
     class Documents(tfds.core.GeneratorBasedBuilder, skip_registration=True):  # pyright: ignore
         """Token ids of a prompt and the response that a drafter is trained on."""
@@ -158,16 +173,17 @@ def _builder_class(tfds: Any, examples: Callable[[], Iterator[tuple[int, dict[st
         VERSION = tfds.core.Version("1.0.0")
 
         def _info(self) -> Any:
-            features = tfds.features.FeaturesDict(
-                {
-                    "id": tfds.features.Text(),
-                    "ids": tfds.features.Tensor(shape=(None,), dtype=np.int32),
-                    "prompt_length": tfds.features.Scalar(dtype=np.int32),
-                    "finished": tfds.features.Scalar(dtype=np.bool_),
-                }
-            )
+            features = {
+                "id": tfds.features.Text(),
+                "ids": tfds.features.Tensor(shape=(None,), dtype=np.int32),
+                "prompt_length": tfds.features.Scalar(dtype=np.int32),
+                "finished": tfds.features.Scalar(dtype=np.bool_),
+            }
+            if top:
+                features["top_ids"] = tfds.features.Tensor(shape=(None, top), dtype=np.int32)
+                features["top_logprobs"] = tfds.features.Tensor(shape=(None, top), dtype=np.float32)
             # In the order of the input: the loader shuffles by its own seed, and can be checked against the files.
-            return self.dataset_info_from_configs(features=features, disable_shuffling=True)
+            return self.dataset_info_from_configs(features=tfds.features.FeaturesDict(features), disable_shuffling=True)
 
         def _split_generators(self, dl_manager: Any) -> dict[str, Any]:
             return {SPLIT: self._generate_examples()}
@@ -178,13 +194,18 @@ def _builder_class(tfds: Any, examples: Callable[[], Iterator[tuple[int, dict[st
     return Documents
 
 
-def read_dataset(folder: str | Path) -> tuple[Documents, int]:
+def read_dataset(folder: str | Path, *, top: bool = False) -> tuple[Documents, int]:
     """The documents of a dataset folder in the order they were written, and the highest token id in them.
 
+    top: with the target's likeliest tokens.
+
     Raises:
-        DataError: for a folder that `d3d dataset` has not made, or that has lost rows.
+        DataError: for a folder that `d3d dataset` has not made, or that has lost rows, or has no likeliest tokens.
     """
-    report = _description(folder)["report"]
+    description = _description(folder)
+    report = description["report"]
+    if top and not description.get("top"):
+        raise DataError(f"{folder}: {NO_TOP}")
     try:
         sizes = np.load(Path(folder) / SIZES)
     except (OSError, ValueError) as error:
@@ -195,7 +216,8 @@ def read_dataset(folder: str | Path) -> tuple[Documents, int]:
 
     def read(index: int) -> Document:
         row = source[index]
-        return Document(np.asarray(row["ids"], np.int32), int(row["prompt_length"]))
+        kept = Top(np.asarray(row["top_ids"]), np.asarray(row["top_logprobs"])) if top else None
+        return Document(np.asarray(row["ids"], np.int32), int(row["prompt_length"]), kept)
 
     return Documents(sizes, read), report["highest_id"]
 

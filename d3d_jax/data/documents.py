@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from d3d_jax.data.chat import encode_dialogue
+from d3d_jax.data.packing import Top
 from d3d_jax.data.prompts import load_conversations, records
 from d3d_jax.errors import DataError
 
@@ -18,13 +19,15 @@ from d3d_jax.errors import DataError
 class Row:
     """One training sequence: `ids` int32[T], of which the first `prompt_length` are no response.
 
-    finished: the response ended with a stop token; False where it was cut by its budget.
+    finished: the response ended with a stop token; False where it was cut by its budget. top: the target's likeliest
+    tokens for each token of the response, where they are stored.
     """
 
     id: str
     ids: np.ndarray
     prompt_length: int
     finished: bool = True
+    top: Top | None = None
 
 
 OnDrop = Callable[[str, str], None]
@@ -34,14 +37,16 @@ NO_RESPONSE = "no assistant turn"
 NOT_AFTER_USER = "assistant turn not after a user's"
 UNUSABLE = "thoughts although thinking is off, or marks inside the text"
 EMPTY = "empty response"
+NO_TOP = "loss.kd_weight needs the target's likeliest tokens; make the responses with `d3d respond --top-logprobs K`"
 
 
 def read_rows(path: str | Path, tokenizer: Any | None, on_drop: OnDrop, enable_thinking: bool = False) -> Iterator[Row]:
     """The rows of a JSONL file, `.gz` too, in the order of the file, which holds lines of one kind.
 
-    A line `{"id", "ids": [...], "prompt_length": n, "finished"?}` (what a target's responses are stored as) is taken
-    as it is; a line `{"id", "conversations": [...]}` is rendered with the tokenizer's chat template and gives one
-    row for each assistant turn, with what was said before as its prompt; from the second turn on `/n` follows its id.
+    A line `{"id", "ids": [...], "prompt_length": n, "finished"?, "top_ids"?, "top_logprobs"?}` (what a target's
+    responses are stored as) is taken as it is; a line `{"id", "conversations": [...]}` is rendered with the
+    tokenizer's chat template and gives one row for each assistant turn, with what was said before as its prompt; from
+    the second turn on `/n` follows its id.
 
     Raises:
         DataError: for a line of neither kind, or text without a tokenizer.
@@ -89,4 +94,18 @@ def _encoded(where: str, record: dict) -> Row:
         ) from error
     if ids.ndim != 1 or not 0 <= length <= len(ids) or ids.min(initial=0) < 0:
         raise DataError(f"{where}: {len(ids)} ids, prompt_length {length}; expected a list of ids and 0..{len(ids)}")
-    return Row(record["id"], ids, length, record.get("finished", True) is not False)
+    top = _top(where, record, len(ids) - length) if "top_ids" in record else None
+    return Row(record["id"], ids, length, record.get("finished", True) is not False, top)
+
+
+def _top(where: str, record: dict, num_tokens: int) -> Top:
+    try:
+        top = Top(np.asarray(record["top_ids"], np.int32), np.asarray(record["top_logprobs"], np.float32))
+    except (ValueError, KeyError, TypeError, OverflowError) as error:
+        raise DataError(f"{where}: top_ids and top_logprobs must be lists of equally long lists of numbers") from error
+    if num_tokens and (top.ids.ndim != 2 or len(top.ids) != num_tokens or top.ids.shape != top.logprobs.shape):
+        raise DataError(
+            f"{where}: top_ids {top.ids.shape} and top_logprobs {top.logprobs.shape} for {num_tokens} response tokens; "
+            "expected K of both for each"
+        )
+    return top

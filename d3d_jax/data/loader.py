@@ -18,25 +18,30 @@ from d3d_jax.data.rows import Rows
 from d3d_jax.errors import DataError
 
 # Separate streams of random numbers from one seed.
-_SHUFFLE, _BLOCKS = 0, 1
+_SHUFFLE, _BLOCKS, _NOISE = 0, 1, 2
 
 
 @dataclass(frozen=True)
 class BlockArguments:
-    """How the masked blocks of a batch are drawn; see :func:`d3d_jax.data.packing.block_starts`."""
+    """How the masked blocks of a batch are drawn; see :func:`d3d_jax.data.packing.block_starts`.
+
+    noise: `full` or `uniform`, as `config.BlockConfig` says.
+    """
 
     block_size: int
     num_blocks: int
     starts: str = "partition"
     visible_probabilities: tuple[float, float] = (0.7, 0.2)
     geometric: float = 0.9
+    noise: str = "full"
 
 
 class Batches:
     """An endless iterator of batches of this process, as dicts of numpy arrays.
 
     Keys: the arrays of :class:`PackedRows`, [B, S] with B = batch_size / process_count, and, with
-    `blocks`, ``block_start``, ``block_visible`` and ``block_length`` int32[B, C] of the :class:`BlockPlan`.
+    `blocks`, ``block_start``, ``block_visible`` and ``block_length`` int32[B, C] of the :class:`BlockPlan`; with
+    `uniform` noise also ``block_rate`` float32[B, C], the share t that is masked, and ``block_masked`` bool[B, C, G].
     Each epoch visits the rows in an order of its own; the rows that do not fill a last batch are left out of
     that epoch. The processes of a step hold neighbouring parts of one global batch, which does not depend on
     how many they are.
@@ -114,6 +119,10 @@ class Batches:
         batch["block_start"] = plan.start[self._part]
         batch["block_visible"] = plan.visible[self._part]
         batch["block_length"] = plan.length[self._part]
+        if blocks.noise == "uniform":
+            rng = np.random.default_rng([self._seed, _NOISE, step])
+            rate, masked = _noise(rng, plan.start.shape, blocks.block_size)
+            batch["block_rate"], batch["block_masked"] = rate[self._part], masked[self._part]
         return batch
 
     def state(self) -> int:
@@ -146,3 +155,9 @@ class Batches:
             rng = np.random.default_rng([self._seed, _SHUFFLE, epoch])
             self._order = order = (epoch, rng.permutation(len(self._rows)))
         return order[1][index * self._batch_size : (index + 1) * self._batch_size]
+
+
+def _noise(rng: np.random.Generator, blocks: tuple[int, int], block_size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Share t and masked positions of each block; t is at least 1/G, so that its inverse stays bounded."""
+    rate = np.maximum(rng.random(blocks), 1 / block_size).astype(np.float32)
+    return rate, rng.random((*blocks, block_size)) < rate[..., None]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,12 +17,26 @@ from d3d_jax.errors import DataError
 STARTS = ("partition", "anchors")
 
 
+class Top(NamedTuple):
+    """The K likeliest tokens for each of the R tokens of a response, likeliest first.
+
+    ids: int32 [R, K]. logprobs: float32 [R, K], of the target's unfiltered distribution at temperature 1.
+    """
+
+    ids: np.ndarray
+    logprobs: np.ndarray
+
+
 @dataclass(frozen=True)
 class Document:
-    """One training sequence: `ids` int32[T], of which the first `prompt_length` are no response."""
+    """One training sequence: `ids` int32[T], of which the first `prompt_length` are no response.
+
+    top: the target's likeliest tokens for each of the others, where they are stored.
+    """
 
     ids: np.ndarray
     prompt_length: int
+    top: Top | None = None
 
 
 @dataclass(frozen=True)
@@ -35,6 +50,8 @@ class PackedRows:
     position: int32, counts from 0 in each document, 0 on padding.
     response: bool, the token belongs to a response.
     response_start: int32, slot of the first response token of the token's document, -1 on padding.
+    top_ids, top_logprobs: int32 and float32 [R, S, K], the target's likeliest tokens for the slot of each response
+    token; -inf elsewhere. None where the documents come without.
     """
 
     tokens: np.ndarray
@@ -43,6 +60,8 @@ class PackedRows:
     position: np.ndarray
     response: np.ndarray
     response_start: np.ndarray
+    top_ids: np.ndarray | None = None
+    top_logprobs: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -52,8 +71,9 @@ class PackedRows:
         return PackedRows(**{name: array[index] for name, array in self.arrays().items()})
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """The six arrays by name."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        """The arrays that there are, by name."""
+        found = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: array for name, array in found.items() if array is not None}
 
     def structure(self, index: slice | np.ndarray) -> PackedRows:
         """As `self[index]`; the tokens are not looked at."""
@@ -181,7 +201,29 @@ def fill(
             response[row, first:end] = True
             response_start[row, at:end] = first
             at = end
-    return PackedRows(tokens, document, start, position, response, response_start)
+    top = () if documents is None else _fill_top(shape, sizes, documents)
+    return PackedRows(tokens, document, start, position, response, response_start, *top)
+
+
+def _fill_top(
+    shape: tuple[int, int], sizes: Sequence[np.ndarray], documents: Sequence[Sequence[Document]]
+) -> tuple[np.ndarray, ...]:
+    """`top_ids` and `top_logprobs` of rows; nothing where the documents come without."""
+    widths = {0 if one.top is None else one.top.ids.shape[1] for members in documents for one in members}
+    if len(widths) > 1:
+        raise DataError(f"documents with {sorted(widths)} likeliest tokens a place; expected the same of all")
+    width = widths.pop() if widths else 0
+    if not width:
+        return ()
+    ids, logprobs = np.zeros((*shape, width), np.int32), np.full((*shape, width), -np.inf, np.float32)
+    for row, members in enumerate(documents):
+        end = 0
+        for document, (length, prompt_length) in zip(members, sizes[row].tolist(), strict=True):
+            assert document.top is not None
+            place = slice(end + prompt_length, end + length)
+            ids[row, place], logprobs[row, place] = document.top
+            end += length
+    return ids, logprobs
 
 
 def _documents(rows: PackedRows) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:

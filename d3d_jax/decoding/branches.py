@@ -80,25 +80,34 @@ def outcome_odds(confidence_BG: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def pick(successors: Successors, outcome: Outcome) -> tuple[jax.Array, jax.Array]:
-    """The branch that each row goes on with, int32 [B], and whether it foresaw the bonus token, bool [B].
+    """The branch that each row goes on with, int32 [B], -1 for none, and whether it foresaw the bonus token, bool [B].
 
     A branch that foresaw it comes first, best one that was anchored on it: its tail was drafted in the right context.
-    Else one that left the bonus open, then one anchored on another token. Without a branch for the outcome it is any.
+    Else one that left the bonus open, then one anchored on another token.
     """
     fits = successors.outcome == outcome.accepted[:, None]
     foreseen = fits & (successors.tokens[:, :, 0] == outcome.bonus[:, None])
     rank = jnp.where(foreseen, 3 + successors.anchored, jnp.where(fits, 2 - successors.anchored, 0))
-    return jnp.argmax(rank, axis=1).astype(jnp.int32), jnp.any(foreseen, axis=1)
+    best = jnp.argmax(rank, axis=1).astype(jnp.int32)
+    return jnp.where(jnp.any(fits, axis=1), best, -1), jnp.any(foreseen, axis=1)
 
 
 def select(successors: Successors, outcome: Outcome) -> tuple[jax.Array, jax.Array]:
-    """The next block `[bonus, S[r][1:]]`, int32 [B, G], and whether the bonus had been foreseen, bool [B]."""
+    """The next block `[bonus, S[r][1:]]`, int32 [B, G], and whether the bonus had been foreseen, bool [B].
+
+    Without a branch for the outcome, the drafts are tokens 0.
+    """
     branch, hit = pick(successors, outcome)
-    block = successors.tokens[jnp.arange(branch.shape[0]), branch]
-    return block.at[:, 0].set(outcome.bonus), hit
+    return _of_branch(successors.tokens, branch).at[:, 0].set(outcome.bonus), hit
 
 
 def selected_odds(odds: Odds, successors: Successors, outcome: Outcome) -> Odds:
     """The drafter's odds [B, ...] of the block that `select` gives, from those [B, R, ...] of all."""
     branch, _ = pick(successors, outcome)
-    return jax.tree.map(lambda leaf: leaf[jnp.arange(branch.shape[0]), branch], odds)
+    return jax.tree.map(lambda leaf: _of_branch(leaf, branch), odds)
+
+
+def _of_branch(leaf: jax.Array, branch_B: jax.Array) -> jax.Array:
+    """[B, ...] of a leaf [B, R, ...]; 0 where there is no branch."""
+    picked = leaf[jnp.arange(branch_B.shape[0]), branch_B]
+    return jnp.where(branch_B.reshape(-1, *[1] * (picked.ndim - 1)) < 0, jnp.zeros_like(picked), picked)

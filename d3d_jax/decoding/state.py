@@ -8,6 +8,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from d3d_jax.acceptance.metrics import Round
 from d3d_jax.models.cache import KVCache
 
 
@@ -88,17 +89,6 @@ class PromptChunk(NamedTuple):
     slot: jax.Array
     first: jax.Array
     last: jax.Array
-
-
-@dataclass(frozen=True)
-class Round:
-    """One verification: drafts accepted, whether the bonus token had been foreseen, whether its tail was
-    drafted again. `hit` is None where nothing was foreseen (synchronous drafting).
-    """
-
-    accepted: int
-    hit: bool | None = None
-    redrafted: bool = False
 
 
 @dataclass

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from d3d_jax.models.cache import write
@@ -21,12 +22,27 @@ _ROWS = ("data", "fsdp")  # mesh axes over the batch, as in `devices.sharding`
 _HEADS = "tensor"
 
 
-def attend_within(intervals: Intervals, backend: str = "auto", interpret: Any = False) -> Attend:
-    """Queries and keys of the same rows: training, and any pass without a cache."""
+def attend_within(intervals: Intervals, backend: str = "auto", interpret: Any = False, keep: bool = False) -> Attend:
+    """Queries and keys of the same rows: training, and any pass without a cache. `keep`: keep (k, v)."""
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
+        chosen = choose(backend, ATTENTION, q.shape[-1], [q.dtype, k.dtype, v.dtype])
+        output = _each_device(partial(interval_attention, backend=chosen, interpret=interpret), q, k, v, intervals)
+        return output, (k, v) if keep else None
+
+    return attend
+
+
+def attend_after(
+    k_context_BKSH: jax.Array, v_context_BKSH: jax.Array, intervals: Intervals, backend: str = "auto"
+) -> Attend:
+    """Queries see the keys of an earlier pass, slots 0..S-1, and those of their own pass, slots S, S+1, ..."""
+    within = attend_within(intervals, backend)
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, None]:
-        chosen = choose(backend, ATTENTION, q.shape[-1], [q.dtype, k.dtype, v.dtype])
-        return _each_device(partial(interval_attention, backend=chosen, interpret=interpret), q, k, v, intervals), None
+        # Joined, not handed over apart as `attend_cached` does: these are many queries, as in training.
+        k, v = (jnp.concatenate(pair, axis=2) for pair in ((k_context_BKSH, k), (v_context_BKSH, v)))
+        return within(q, k, v)[0], None
 
     return attend
 

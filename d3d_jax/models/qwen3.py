@@ -17,9 +17,9 @@ from flax import nnx
 
 from d3d_jax.config import ModelConfig
 from d3d_jax.devices.sharding import constrain
-from d3d_jax.models.attention import attend_cached, attend_within
+from d3d_jax.models.attention import attend_after, attend_cached, attend_within
 from d3d_jax.models.cache import KVCache
-from d3d_jax.models.layers import Param, layer, layer_table, linear, rms_norm, rotation
+from d3d_jax.models.layers import Attend, Param, Rotation, layer, layer_table, linear, rms_norm, rotation
 from d3d_kernels import Intervals, causal_intervals, verify_intervals
 
 Params = dict[str, Any]
@@ -112,19 +112,75 @@ def forward(
         positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
     if intervals is None:
         intervals = causal_intervals(jnp.zeros_like(tokens_BT))
-    x = constrain(params["embed_tokens"], "vocab", None)[tokens_BT]
-    x = constrain(x if dtype is None else x.astype(dtype), "batch", None, None)
+    x = _embedded(params, tokens_BT, dtype)
     turn, attend = rotation(positions_BT, config), attend_within(intervals, backend)
 
     def body(x: jax.Array, scanned: tuple) -> tuple[jax.Array, None]:
-        weights, gate = scanned
-        after, _ = layer(weights, x, turn, config, attend)
-        after = constrain(after, "batch", None, None)
-        return (after if gate is None else x + gate.astype(x.dtype) * (after - x)), None
+        return _gated_layer(scanned, x, turn, config, attend)[0], None
 
     body = jax.checkpoint(body) if remat else body
     x, _ = jax.lax.scan(body, x, (params["layers"], gates_L))
     return rms_norm(x, params["norm"], config.rms_norm_eps)
+
+
+def keys_and_values(
+    params: Params,
+    tokens_BT: jax.Array,
+    config: ModelConfig,
+    *,
+    positions_BT: jax.Array,
+    intervals: Intervals,
+    gates_L: jax.Array | None = None,
+    dtype: Any = None,
+    backend: str = "auto",
+) -> tuple[jax.Array, jax.Array]:
+    """What :func:`forward` of these tokens leaves for later ones to see: keys and values, each [L, B, K, T, H]."""
+    turn, attend = rotation(positions_BT, config), attend_within(intervals, backend, keep=True)
+    x = _embedded(params, tokens_BT, dtype)
+    return jax.lax.scan(
+        lambda x, scanned: _gated_layer(scanned, x, turn, config, attend), x, (params["layers"], gates_L)
+    )[1]
+
+
+def forward_after(
+    params: Params,
+    tokens_BT: jax.Array,
+    context: tuple[jax.Array, jax.Array],
+    config: ModelConfig,
+    *,
+    positions_BT: jax.Array,
+    intervals: Intervals,
+    gates_L: jax.Array | None = None,
+    dtype: Any = None,
+    backend: str = "auto",
+) -> jax.Array:
+    """:func:`forward` of tokens that may also see those of an earlier pass.
+
+    Args:
+        context: keys and values [L, B, K, S, H] of :func:`keys_and_values`.
+        intervals: of each row, over the S slots of the context and then the T of these tokens.
+    """
+    turn = rotation(positions_BT, config)
+
+    def body(x: jax.Array, scanned: tuple) -> tuple[jax.Array, None]:
+        layer_and_gate, (k, v) = scanned
+        return _gated_layer(layer_and_gate, x, turn, config, attend_after(k, v, intervals, backend))[0], None
+
+    x, _ = jax.lax.scan(body, _embedded(params, tokens_BT, dtype), ((params["layers"], gates_L), context))
+    return rms_norm(x, params["norm"], config.rms_norm_eps)
+
+
+def _embedded(params: Params, tokens_BT: jax.Array, dtype: Any) -> jax.Array:
+    x = constrain(params["embed_tokens"], "vocab", None)[tokens_BT]
+    return constrain(x if dtype is None else x.astype(dtype), "batch", None, None)
+
+
+def _gated_layer(scanned: tuple, x: jax.Array, turn: Rotation, config: ModelConfig, attend: Attend) -> tuple:
+    """One layer of the stack, switched by its gate if there is one, and whatever `attend` kept."""
+    weights, gate = scanned
+    after, kept = layer(weights, x, turn, config, attend)
+    after = constrain(after, "batch", None, None)
+    return (after if gate is None else x + gate.astype(x.dtype) * (after - x)), kept
 
 
 def head(params: Params) -> jax.Array:

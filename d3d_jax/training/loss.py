@@ -21,6 +21,7 @@ from d3d_kernels import causal_intervals, training_intervals
 
 Batch = dict[str, jax.Array]
 
+LEAST_REST = 1e-6  # probability of "any other token": what is left of 1 is no more exact in float32
 LOGITS_BYTES = 100e6  # float32 logits on a device at one time; the loss needs about three times that
 GAMMA = {8: 4.0, 10: 5.0, 16: 7.0}  # decay of the position weights that go with a block size
 
@@ -35,9 +36,15 @@ def position_decay(block_size: int, config: LossConfig) -> float:
 
 
 def cross_entropy(
-    hidden_BTD: jax.Array, labels_BT: jax.Array, head_VD: jax.Array, chunk: int
-) -> tuple[jax.Array, jax.Array]:
+    hidden_BTD: jax.Array,
+    labels_BT: jax.Array,
+    head_VD: jax.Array,
+    chunk: int,
+    teacher: tuple[jax.Array, jax.Array] | None = None,
+) -> tuple[jax.Array, ...]:
     """Cross-entropy of each label in nats, float32 [B, T], and whether it is the likeliest, bool [B, T].
+
+    With `teacher`, ids and log-probabilities [B, T, K], also the divergence from it (`divergence`), float32 [B, T].
 
     Logits exist for `chunk` tokens of each row at a time, and for fewer where a device would hold more than
     `LOGITS_BYTES` of them. On a mesh each device has its rows' logits over its part of the vocabulary.
@@ -58,14 +65,32 @@ def cross_entropy(
         return x.swapaxes(0, 1).reshape(batch, -1)[:, :tokens]
 
     @jax.checkpoint
-    def body(_: None, part: tuple) -> tuple[None, tuple[jax.Array, jax.Array]]:
-        hidden, labels = part
+    def body(_: None, part: tuple) -> tuple[None, tuple[jax.Array, ...]]:
+        hidden, labels, *top = part
         logits = constrain(linear(hidden, head_VD), "batch", None, "vocab").astype(jnp.float32)
         at_label = jnp.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
-        return None, (jax.nn.logsumexp(logits, axis=-1) - at_label, at_label >= logits.max(axis=-1))
+        total = jax.nn.logsumexp(logits, axis=-1)
+        found = total - at_label, at_label >= logits.max(axis=-1)
+        return None, (*found, divergence(logits, total, *top)) if top else found
 
-    _, (losses, correct) = jax.lax.scan(body, None, (chunks(hidden_BTD), chunks(labels_BT)))
-    return joined(losses), joined(correct)
+    _, found = jax.lax.scan(body, None, tuple(map(chunks, (hidden_BTD, labels_BT, *(teacher or ())))))
+    return tuple(map(joined, found))
+
+
+def divergence(
+    logits_BTV: jax.Array, total_BT: jax.Array, top_ids_BTK: jax.Array, top_logprobs_BTK: jax.Array
+) -> jax.Array:
+    """KL(teacher || model) in nats over K + 1 outcomes: the teacher's likeliest tokens, and any other; float32 [B, T].
+
+    It bounds the divergence over the vocabulary from below, is 0 where the model says of these tokens what the teacher
+    says, and needs nothing but their logits and the log-sum-exp `total` of all.
+    """
+    top = jnp.exp(top_logprobs_BTK)
+    own = jnp.take_along_axis(logits_BTV, top_ids_BTK, axis=-1) - total_BT[..., None]
+    # Padding has -inf, which must not meet a 0 in the gradient either.
+    known = (top * (jnp.where(top > 0, top_logprobs_BTK, 0.0) - own)).sum(axis=-1)
+    rest, own_rest = (jnp.clip(1 - p.sum(axis=-1), LEAST_REST, 1.0) for p in (top, jnp.exp(own)))
+    return known + rest * (jnp.log(rest) - jnp.log(own_rest))
 
 
 def mean(total: jax.Array, count: jax.Array) -> jax.Array:
@@ -113,7 +138,8 @@ def d3d_inputs(batch: Batch, block_size: int, mask_token_id: int) -> dict[str, j
     """Tokens, positions, labels and weights of the C masked blocks of each row, all [B, C, G].
 
     Offset o of a block stands for clean slot `start + o`: it shows that slot's token while `o < visible`
-    and the mask from there on, and its label is that same token: no shift.
+    and the mask from there on, and its label is that same token: no shift. With `uniform` noise some of the others
+    show their token too, and are not supervised. inverse_rate: 1/t of each position's block, which its loss counts.
     """
     start, visible, length = batch["block_start"], batch["block_visible"], batch["block_length"]
     offset = jnp.arange(block_size)
@@ -121,13 +147,19 @@ def d3d_inputs(batch: Batch, block_size: int, mask_token_id: int) -> dict[str, j
     rows = jnp.arange(slot.shape[0])[:, None, None]
     labels = batch["tokens"][rows, slot]
     first = jnp.take_along_axis(batch["position"], jnp.maximum(start, 0), axis=1)
-    supervised = (start >= 0)[..., None] & (offset >= visible[..., None]) & (offset < length[..., None])
+    masked = offset >= visible[..., None]
+    inverse_rate = jnp.ones((), jnp.float32)
+    if "block_masked" in batch:
+        masked &= batch["block_masked"]
+        inverse_rate = 1 / batch["block_rate"][..., None]
+    supervised = (start >= 0)[..., None] & masked & (offset < length[..., None])
     return {
-        "tokens": jnp.where(offset < visible[..., None], labels, mask_token_id),
+        "tokens": jnp.where(masked, mask_token_id, labels),
         "positions": first[..., None] + offset,
         "labels": labels,
         "supervised": supervised,
         "distance": jnp.maximum(offset - visible[..., None], 0),
+        "inverse_rate": jnp.broadcast_to(inverse_rate, supervised.shape),
     }
 
 
@@ -146,6 +178,7 @@ def d3d_loss(
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Block loss + ar_weight * next-token loss on the response, in one pass over clean copy and blocks.
 
+    With `kd_weight`, + that times the blocks' weighted mean divergence from the target's stored likeliest tokens.
     `counts` as for :func:`ar_loss`.
     """
     blocks = d3d_inputs(batch, block_size, mask_token_id)
@@ -166,14 +199,21 @@ def d3d_loss(
     )
     block_weights = _block_weights(blocks, position_decay(block_size, loss)).reshape(rows, -1)
     ar_labels, ar_weights = next_token_targets(batch, 0.0)
-    each, correct = cross_entropy(hidden, joined(ar_labels, "labels"), head(params), loss.chunk)
+    teacher = _teacher(batch, block_size) if loss.kd_weight else None
+    each, correct, *apart = cross_entropy(hidden, joined(ar_labels, "labels"), head(params), loss.chunk, teacher)
     ar_sum, ar_count = (ar_weights * each[:, :clean]).sum(), ar_weights.sum()
     block_sum, block_count = (block_weights * each[:, clean:]).sum(), block_weights.sum()
     block_correct = correct[:, clean:].reshape(blocks["labels"].shape)
     fresh = blocks["supervised"] & (batch["block_visible"] == 0)[..., None]
     whole = counts or {"block_loss_count": block_count, "ar_loss_count": ar_count}
     value = mean(block_sum, whole["block_loss_count"]) + loss.ar_weight * mean(ar_sum, whole["ar_loss_count"])
+    distilled = {}
+    if apart:
+        kd_sum = (block_weights * apart[0][:, clean:]).sum()
+        value += loss.kd_weight * mean(kd_sum, whole["block_loss_count"])
+        distilled = {"kd_loss_sum": kd_sum, "kd_loss_count": block_count}
     return value, {
+        **distilled,
         "block_loss_sum": block_sum,
         "block_loss_count": block_count,
         "ar_loss_sum": ar_sum,
@@ -185,9 +225,21 @@ def d3d_loss(
     }
 
 
+def _teacher(batch: Batch, block_size: int) -> tuple[jax.Array, jax.Array]:
+    """Stored ids and log-probabilities for the labels of all rows, [B, S + C G, K]; clean ones are not distilled."""
+    rows, clean, width = batch["top_ids"].shape
+    slot = jnp.minimum(jnp.maximum(batch["block_start"], 0)[..., None] + jnp.arange(block_size), clean - 1)
+
+    def joined(stored: jax.Array, nothing: Any) -> jax.Array:
+        of_blocks = stored[jnp.arange(rows)[:, None], slot.reshape(rows, -1)]
+        return jnp.concatenate([jnp.full((rows, clean, width), nothing, stored.dtype), of_blocks], axis=1)
+
+    return joined(batch["top_ids"], 0), joined(batch["top_logprobs"], -jnp.inf)
+
+
 def _block_weights(blocks: dict[str, jax.Array], gamma: float) -> jax.Array:
     """Weight of each position's cross-entropy [B, C, G]; 0 where there is no label."""
-    return jnp.where(blocks["supervised"], jnp.exp(-blocks["distance"] / gamma), 0.0)
+    return jnp.where(blocks["supervised"], blocks["inverse_rate"] * jnp.exp(-blocks["distance"] / gamma), 0.0)
 
 
 def loss_counts(config: TrainConfig, batch: Batch) -> dict[str, jax.Array]:

@@ -26,14 +26,20 @@ from d3d_jax.training.state import check_frozen
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything a run needs, checked before any device work."""
+    """Everything a run needs, checked before any device work.
+
+    held_out: the rows of `validation`, in which acceptance is measured. num_token_ids: ids that the tokenizer has;
+    where none is named, all that the model has.
+    """
 
     config: TrainConfig
     model: ModelConfig
     contract: dict[str, Any]
     train: Batches
     validation: Batches | None
+    held_out: Rows | None
     report: PackingReport
+    num_token_ids: int
 
 
 def plan_run(config: TrainConfig) -> Plan:
@@ -60,7 +66,7 @@ def plan_run(config: TrainConfig) -> Plan:
     if config.objective == "d3d":
         b = config.blocks
         shares = (b.visible_none, b.visible_one)
-        blocks = BlockArguments(b.block_size, b.blocks_per_row, b.starts, shares, b.visible_decay)
+        blocks = BlockArguments(b.block_size, b.blocks_per_row, b.starts, shares, b.visible_decay, b.noise)
 
     made_with = tokenizer_hash(config.tokenizer) if config.tokenizer else None
     for path in filter(os.path.isdir, (*sources(config.train_data), *sources(config.validation_data))):
@@ -72,20 +78,34 @@ def plan_run(config: TrainConfig) -> Plan:
             )
         made_with = found
 
-    def batches(data: str | tuple[str, ...], seed: int, prefetch: bool) -> tuple[Batches, PackingReport]:
-        rows = Rows(load_documents(sources(data), tokenizer, model.vocab_size), config.row_length, config.seed)
+    def batches(
+        data: str | tuple[str, ...],
+        seed: int,
+        blocks: BlockArguments | None,
+        prefetch: bool = False,
+        top: bool = False,
+    ) -> tuple[Batches, Rows]:
+        documents = load_documents(sources(data), tokenizer, model.vocab_size, top=top)
+        rows = Rows(documents, config.row_length, config.seed)
         process = (jax.process_index(), jax.process_count())
-        return Batches(rows, config.batch_size, seed, *process, blocks=blocks, prefetch=prefetch), rows.report
+        return Batches(rows, config.batch_size, seed, *process, blocks=blocks, prefetch=prefetch), rows
 
-    train, report = batches(config.train_data, config.seed, True)
-    validation = batches(config.validation_data, config.seed + 1, False)[0] if config.validation_data else None
+    if config.loss.kd_weight and config.objective != "d3d":
+        raise ConfigError("loss.kd_weight distils a drafter's blocks; leave it out with objective 'ar'")
+    train, rows = batches(config.train_data, config.seed, blocks, prefetch=True, top=config.loss.kd_weight > 0)
+    validation, held_out = None, None
+    if config.validation_data:
+        as_in_use = None if blocks is None else replace(blocks, noise="full")
+        validation, held_out = batches(config.validation_data, config.seed + 1, as_in_use)
+    num_token_ids = model.vocab_size if tokenizer is None else len(tokenizer)
     contract = {
         "objective": config.objective,
         "model": to_mapping(model),
         "block_size": config.blocks.block_size if config.objective == "d3d" else None,
         "mask_token_id": config.mask_token_id,
         "block_attention": config.block_attention,
-        "loss": to_mapping(config.loss),
+        # Without what came later and is unused, as in older runs.
+        "loss": {name: value for name, value in to_mapping(config.loss).items() if name != "kd_weight" or value},
         "optimizer": to_mapping(config.optimizer),
         "steps": config.steps,
         "batch_size": config.batch_size,
@@ -96,7 +116,7 @@ def plan_run(config: TrainConfig) -> Plan:
         "frozen": sorted(config.frozen) or None,
         "ema_decay": config.ema_decay,
     }
-    return Plan(config, model, contract, train, validation, report)
+    return Plan(config, model, contract, train, validation, held_out, rows.report, num_token_ids)
 
 
 def sources(data: str | tuple[str, ...] | None) -> tuple[str, ...]:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from d3d_jax.data.responses import Question, questions_of, respond
+from d3d_jax.errors import DataError
 
 ASKED = [Question(str(n), n, [1, 10 + n]) for n in range(5)] + [Question("long", 5, [1] * 9)]
 
@@ -34,6 +37,12 @@ def test_counts_add_up_to_the_questions(tmp_path):
         "prompt_length": 2,
         "finished": True,
     }
+
+
+def test_a_file_of_another_kind_is_not_gone_on_with(tmp_path):
+    run(tmp_path / "out.jsonl")
+    with pytest.raises(DataError, match="row '4' has no likeliest tokens; go on as it was begun, or name another"):
+        respond(ASKED, answer, tmp_path / "out.jsonl", longest_prompt=4, top=True)
 
 
 def test_questions_are_handed_over_in_groups(tmp_path, monkeypatch):

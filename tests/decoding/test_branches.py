@@ -90,7 +90,9 @@ def test_the_branch_that_knew_most_is_picked():
     assert found(1, first[1]) == (1, True)  # the drafter foresaw it itself
     assert found(1, first[3]) == (3, True)  # given as a candidate
     assert found(1, 63) == (1, False)  # nobody: the one that left it open
-    assert found(2, 63)[1] is False  # an outcome without a branch
+    assert found(2, 63) == (-1, False)  # an outcome without a branch
+    nothing = select(successors, Outcome(jnp.array([2]), jnp.array([63]), jnp.array([False])))[0]
+    assert nothing.tolist() == [[63, 0, 0, 0]]
     twice = successors._replace(tokens=successors.tokens.at[0, 1, 0].set(7))
     assert int(pick(twice, Outcome(jnp.array([1]), jnp.array([7]), jnp.array([False])))[0][0]) == 2
 

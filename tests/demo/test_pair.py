@@ -6,11 +6,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 
 import d3d_jax.demo as demo
+from d3d_jax.acceptance.metrics import Sample, measure
+from d3d_jax.acceptance.oracle import draft_everywhere
+from d3d_jax.acceptance.walk import samples
 from d3d_jax.config import DecodeConfig, SamplingParams
 from d3d_jax.data.chat import encode_prompt
+from d3d_jax.data.packing import Document, pack
 from d3d_jax.data.prompts import load_prompts
 from d3d_jax.decoding.engine import Engine
 from d3d_jax.decoding.loading import load_pair
@@ -23,6 +28,7 @@ LANES = {
     "async-keep": (DecodeConfig(mode="async", block_size=8, miss="keep"), 2),
     "async-one-device": (DecodeConfig(mode="async", block_size=8, outcomes=3), 1),
 }
+everywhere = jax.jit(draft_everywhere, static_argnums=(2, 3, 4))
 SETTINGS = {"greedy": SamplingParams(), "sampled": SamplingParams(temperature=0.8, seed=3)}
 
 
@@ -78,6 +84,25 @@ def test_drafts_are_as_good_as_the_model_card_says(completions):
 def test_synchronous_rounds_do_not_depend_on_the_number_of_programs(completions):
     one, two = (completions[lane, "greedy"] for lane in ("sync", "sync-two-devices"))
     assert [c.rounds for c in one] == [c.rounds for c in two]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    ("lane", "setting"), [(name, setting) for name in LANES if name != "ar" for setting in settings_of(name)]
+)
+def test_the_rounds_follow_from_the_text_alone(completions, lane, setting):
+    """The acceptance that training reports (`acceptance.oracle`) is that of decoding, round for round."""
+    pair, done = load_pair(demo.target_folder(), demo.drafter_folder()), completions["ar", setting]
+    assert pair.drafter is not None and pair.drafter.drafter is not None
+    ids = [np.array([*c.prompt_ids, *c.ids], np.int32) for c in done]
+    rows = [pack([Document(i, len(c.prompt_ids))], 384, 0)[0].arrays() for i, c in zip(ids, done, strict=True)]
+    batch = {name: np.concatenate([row[name] for row in rows]) for name in rows[0]}
+    found = everywhere(pair.drafter.params, batch, pair.drafter.config, pair.drafter.drafter, pair.num_token_ids)
+    told = samples(jax.device_get(found), LANES[lane][0])
+    real = [Sample(c.rounds, len(c.ids)) for c in completions[lane, setting]]
+    assert [sample.rounds for sample in told] == [sample.whole_rounds() for sample in real]
+    assert measure(told, 8) == measure(real, 8)
 
 
 def test_the_pair_is_small():

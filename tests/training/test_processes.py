@@ -64,8 +64,10 @@ def launch(tmp_path: Path) -> Iterator:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_two_processes_have_the_curve_of_one_and_a_signal_to_one_stops_both(config, launch):
-    run = config(batch_size=8, steps=100, log_every=2, save_every=100, objective="ar")
+def test_two_processes_have_the_curve_of_one_and_a_signal_to_one_stops_both(config, launch, corpus):
+    settings = dict(batch_size=8, steps=100, log_every=2, save_every=100, validation_data=str(corpus))
+    settings |= dict(validate_every=4, acceptance_every=4, acceptance_rows=8)
+    run = config(**settings)
     processes = launch(run)
     metrics = Path(run.output_dir) / "metrics.jsonl"
     while not (metrics.is_file() and len(metrics.read_text().splitlines()) >= 3):
@@ -79,11 +81,15 @@ def test_two_processes_have_the_curve_of_one_and_a_signal_to_one_stops_both(conf
     stopped_at = int(said[0][0].split("stopped by a signal; step ")[1].split()[0])
     assert stopped_at % 2 == 0 and (Path(run.output_dir) / "checkpoints" / str(stopped_at)).is_dir()
     told = records(run)
-    reference = config(batch_size=8, steps=100, log_every=2, save_every=100, objective="ar")
+    reference = config(**settings)
     train(reference, jax.devices())
-    alone = {row["step"]: row["loss"] for row in records(reference)}
-    for row in told:
-        assert row["loss"] == pytest.approx(alone[row["step"]], rel=1e-4)
+    alone = {(row["step"], name): value for row in records(reference) for name, value in row.items()}
+    found = {(row["step"], name): value for row in told for name, value in row.items()}
+    for name, tolerance in {"loss": 1e-4, "validation_loss": 1e-4, "tau_sync": 0.05, "hit_rate": 0.2}.items():
+        steps = [step for step, told_name in found if told_name == name]
+        assert steps, name
+        for step in steps:
+            assert found[step, name] == pytest.approx(alone[step, name], rel=tolerance, abs=1e-6), (step, name)
 
 
 @pytest.mark.slow

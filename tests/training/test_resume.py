@@ -24,6 +24,7 @@ from d3d_jax.training import loop
 from d3d_jax.training.checkpointing import Checkpoints
 from d3d_jax.training.loop import train
 from d3d_jax.training.plan import plan_run
+from d3d_jax.training.reporting import JsonLines
 from d3d_jax.training.stopping import stop_signal
 from tests.training.toy import MODEL, STEPS, assert_equal, records, saved
 
@@ -227,6 +228,6 @@ def test_a_last_save_that_fails_is_told_too(config, short_corpus, monkeypatch):
 
 
 def test_a_log_that_cannot_be_written_is_one_clear_error(tmp_path):
-    log = loop._Log(tmp_path / "gone" / "metrics.jsonl")
+    log = JsonLines(tmp_path / "gone" / "metrics.jsonl")
     with pytest.raises(TrainingError, match=r"step 3 could not be noted in .*metrics.jsonl: No such file"):
         log.write(3, {"loss": 1.0})
