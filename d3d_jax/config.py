@@ -1,26 +1,33 @@
-"""Configuration: frozen dataclasses, YAML files and `a.b=c` overrides.
+"""Configuration: frozen dataclasses, read from YAML files by `config_files`.
 
-A file holds one mapping whose keys are the fields of one dataclass; nested dataclasses are nested
-mappings. Unknown keys and values of the wrong type are refused with the path of the key, so a typing
-error never turns into a silent default. Field names are those of the ecosystem (transformers for
-models, docs/algorithm.md for the rest).
+Field names are those of the ecosystem (transformers for models, docs/algorithm.md for the rest).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import types
-import typing
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Literal
 
-import yaml
+from d3d_jax.config_files import from_mapping, load, to_mapping
+from d3d_jax.errors import ConfigError
 
-from d3d_jax.errors import ConfigError, nearest
-
-T = TypeVar("T")
+__all__ = [
+    "AttentionConfig",
+    "BlockConfig",
+    "DecodeConfig",
+    "DrafterConfig",
+    "LossConfig",
+    "MeshConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "RopeConfig",
+    "SamplingParams",
+    "TrainConfig",
+    "from_mapping",
+    "load",
+    "to_mapping",
+]
 
 
 @dataclass(frozen=True)
@@ -150,6 +157,26 @@ class SamplingParams:
 
 
 @dataclass(frozen=True)
+class AttentionConfig:
+    """What computes attention.
+
+    `backend`: one of `d3d_kernels.BACKENDS`, which is used or refused, never replaced; `auto` is that of the device
+    that the model lies on (on CPU `xla`). `interpret`: run the named kernels on the CPU, slowly and with the same
+    arithmetic; for tests.
+    """
+
+    backend: Literal["auto", "xla", "mosaic_gpu", "triton", "mosaic_tpu"] = "auto"
+    interpret: bool = False
+
+    def __post_init__(self) -> None:
+        if self.interpret and self.backend in ("auto", "xla"):
+            raise ConfigError(
+                f"attention.interpret runs a kernel on the CPU, but attention.backend={self.backend!r} names none; "
+                "name triton, mosaic_tpu or mosaic_gpu, or leave interpret out"
+            )
+
+
+@dataclass(frozen=True)
 class DecodeConfig:
     """One way of decoding.
 
@@ -159,6 +186,7 @@ class DecodeConfig:
     was not foreseen. `ban_rejected`: a successor never starts with the token just rejected.
     `on_draft_failure`: raise, or let the target decode alone from there on, with a warning and the same tokens.
     `step_by_step`: wait after every program; the same tokens and round trace, for tests and timing.
+    `attention`: what computes attention, of both models.
     """
 
     mode: Literal["ar", "sync", "async"] = "async"
@@ -170,6 +198,7 @@ class DecodeConfig:
     on_draft_failure: Literal["error", "plain"] = "error"
     step_by_step: bool = False
     lookahead: int = 2
+    attention: AttentionConfig = field(default_factory=AttentionConfig)
     sampling: SamplingParams = field(default_factory=SamplingParams)
 
     def __post_init__(self) -> None:
@@ -282,6 +311,7 @@ class TrainConfig:
     validate_every: int = 200
     log_every: int = 10
     mesh: MeshConfig = field(default_factory=MeshConfig)
+    attention: AttentionConfig = field(default_factory=AttentionConfig)
     blocks: BlockConfig = field(default_factory=BlockConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -294,103 +324,3 @@ class TrainConfig:
             raise ConfigError(f"{', '.join(wrong)}: expected at least 1")
         if self.ema_decay is not None and not 0 < self.ema_decay < 1:
             raise ConfigError(f"ema_decay={self.ema_decay} must lie between 0 and 1, such as 0.999")
-
-
-def from_mapping(cls: type[T], values: Mapping[str, Any], *, where: str = "") -> T:
-    """Build the dataclass `cls` from plain `values`, refusing unknown keys and wrong types.
-
-    Raises:
-        ConfigError: with the dotted path of the key at fault.
-    """
-    hints = typing.get_type_hints(cls)
-    fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    prefix = f"{where}." if where else ""
-    for key in values:
-        if key not in fields:
-            raise ConfigError(f"unknown key {prefix + key!r} for {cls.__name__}{nearest(key, fields)}")
-    built = {k: _coerce(hints[k], v, prefix + k) for k, v in values.items()}
-    missing = [
-        name
-        for name, f in fields.items()
-        if name not in built and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
-    ]
-    if missing:
-        raise ConfigError(f"{cls.__name__}: missing {', '.join(prefix + m for m in missing)}; they have no default")
-    return cls(**built)
-
-
-def load(cls: type[T], path: str | Path, overrides: Sequence[str] = ()) -> T:
-    """Read the YAML file at `path` into `cls`, then apply `a.b=c` overrides (values are YAML)."""
-    path = Path(path)
-    if not path.is_file():
-        raise ConfigError(f"config file {str(path)!r} does not exist; see configs/ for examples")
-    try:
-        values = yaml.safe_load(path.read_text()) or {}
-    except yaml.YAMLError as error:
-        raise ConfigError(f"config file {str(path)!r} is not valid YAML: {error}") from error
-    if not isinstance(values, dict):
-        raise ConfigError(f"config file {str(path)!r} holds {type(values).__name__}; expected a mapping of keys")
-    for override in overrides:
-        _set(values, override)
-    return from_mapping(cls, values)
-
-
-def to_mapping(config: Any) -> dict[str, Any]:
-    """The plain nested mapping of a config dataclass (tuples become lists), for JSON and YAML."""
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {k: plain(v) for k, v in value.items()}
-        if isinstance(value, (list, tuple)):
-            return [plain(v) for v in value]
-        return value
-
-    return plain(dataclasses.asdict(config))
-
-
-def _set(values: dict[str, Any], override: str) -> None:
-    path, equals, text = override.partition("=")
-    if not equals or not path:
-        raise ConfigError(f"override {override!r} is not of the form key=value, such as optimizer.name=muon")
-    *parents, leaf = path.split(".")
-    for parent in parents:
-        values = values.setdefault(parent, {})
-        if not isinstance(values, dict):
-            raise ConfigError(f"override {override!r}: {parent!r} holds a value, not a group of keys")
-    values[leaf] = yaml.safe_load(text)
-
-
-def _coerce(hint: Any, value: Any, where: str) -> Any:
-    """`value` as the type `hint`, or ConfigError. YAML's ints pass for floats, lists for tuples."""
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (typing.Union, types.UnionType):
-        for option in args:
-            try:
-                return _coerce(option, value, where)
-            except ConfigError as error:
-                if dataclasses.is_dataclass(option) and isinstance(value, Mapping):
-                    raise error
-    elif origin is Literal:
-        if value in args:
-            return value
-    elif dataclasses.is_dataclass(hint):
-        if isinstance(value, Mapping):
-            return from_mapping(typing.cast(type, hint), value, where=where)
-    elif origin is tuple:
-        if isinstance(value, (list, tuple)):
-            return tuple(_coerce(args[0], v, f"{where}[{i}]") for i, v in enumerate(value))
-    elif hint is float:
-        if isinstance(value, (int, float)) and not isinstance(value, bool):
-            return float(value)
-        if isinstance(value, str):  # YAML 1.1 reads 2e-5 as a string
-            try:
-                return float(value)
-            except ValueError:
-                pass
-    elif hint is type(None):
-        if value is None:
-            return None
-    elif isinstance(value, hint) and not (hint is int and isinstance(value, bool)):
-        return value
-    expected = " or ".join(map(repr, args)) if origin is Literal else getattr(hint, "__name__", str(hint))
-    raise ConfigError(f"{where}={value!r}: expected {expected}")

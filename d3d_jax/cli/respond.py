@@ -12,6 +12,7 @@ from dataclasses import replace
 from d3d_jax.cli.pair_options import (
     add_device_argument,
     add_sampling_arguments,
+    decode_config,
     load_with_progress,
     positive,
     progress_bar,
@@ -40,7 +41,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from d3d_jax.config import DecodeConfig
     from d3d_jax.data.prompts import load_conversations
     from d3d_jax.data.responses import Counts, Question, questions_of, respond
     from d3d_jax.decoding.loading import open_pair
@@ -61,11 +61,12 @@ def run(args: argparse.Namespace) -> int:
     from d3d_jax.decoding.engine import Engine
 
     err = Console(stderr=True)
-    loaded = load_with_progress(pair, args.dtype, err)
+    decode = decode_config(args, "ar", None)
+    loaded = load_with_progress(pair, decode, devices, args.dtype, err)
     engine = Engine(
         loaded.target,
         None,
-        DecodeConfig(mode="ar"),
+        decode,
         devices=(devices[0], devices[0]),
         max_len=args.max_len,
         max_batch=args.batch_size,

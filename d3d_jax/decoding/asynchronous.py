@@ -57,23 +57,23 @@ class Asynchronous:
         drafter, how = placed.drafting()
         self._target, self._drafter = placed.target, drafter
         self._redraft = placed.decode.miss == "redraft"
-        config = placed.target.config
+        fixed = placed.target.fixed()
 
         def select_verify(params, successors, outcome, *rest):
             block, hit = select(successors, outcome)
-            return verify_recorded(params, block, hit, outcome, *rest, config=config)
+            return verify_recorded(params, block, hit, outcome, *rest, **fixed)
 
         def select_packed(params, successors, outcome, state, sampling):
             block, _ = select(successors, outcome)
             return packed_after(params, block, selected_confidence(state, outcome), outcome, state, sampling, how)
 
-        self._prefill_target = jax.jit(partial(prefill_target, config=config), donate_argnums=2)
+        self._prefill_target = jax.jit(partial(prefill_target, **fixed), donate_argnums=2)
         self._prefill_drafter = jax.jit(partial(prefill_drafter, how=how), donate_argnums=2)
         # A donated argument's memory becomes the result's: the caches, which no other program reads.
         self._select_verify = jax.jit(select_verify, donate_argnums=3)
         self._select_packed = jax.jit(select_packed, donate_argnums=3)
         self._choose = jax.jit(partial(redraft_missed, how=how))
-        self._verify = jax.jit(partial(verify_recorded, config=config), donate_argnums=4)
+        self._verify = jax.jit(partial(verify_recorded, **fixed), donate_argnums=4)
         self._packed = jax.jit(partial(packed_after, how=how), donate_argnums=4)
         self._end_row = jax.jit(end_row)
 

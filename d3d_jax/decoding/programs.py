@@ -13,9 +13,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from d3d_jax.config import DecodeConfig, DrafterConfig, ModelConfig
+from d3d_jax.config import AttentionConfig, DecodeConfig, DrafterConfig, ModelConfig
 from d3d_jax.decoding.sampling import Sampling, choose, log_probability
 from d3d_jax.decoding.state import DraftState, Outcome, PromptChunk, Stop, Successors
+from d3d_jax.models.attention import AUTO
 from d3d_jax.models.cache import KVCache
 from d3d_jax.models.drafter import anchored_block, draft_pass, masked_blocks
 from d3d_jax.models.qwen3 import Params, append, logits
@@ -32,6 +33,7 @@ class Drafting:
     drafter: DrafterConfig
     decode: DecodeConfig
     num_token_ids: int
+    attention: AttentionConfig = AUTO
 
 
 def prefill_target(
@@ -42,6 +44,7 @@ def prefill_target(
     sampling: Sampling | None,
     stop: Stop,
     config: ModelConfig,
+    attention: AttentionConfig = AUTO,
 ) -> tuple[KVCache, Outcome, tuple[jax.Array, jax.Array]]:
     """The next chunk of one row's prompt. After the last one the row is under way: its bonus is the first new token.
 
@@ -49,7 +52,7 @@ def prefill_target(
     """
     slot = chunk.slot
     start = jnp.where(chunk.first, 0, cache.length[slot])
-    hidden, cache = append(params, chunk.tokens, cache.with_length(slot, start), config, slot=slot)
+    hidden, cache = append(params, chunk.tokens, cache.with_length(slot, start), config, attention, slot)
     length = start + chunk.count
     scores = logits(params, jax.lax.dynamic_slice_in_dim(hidden, chunk.count - 1, 1, axis=1))
     first = choose(scores, length[None, None], of_row(sampling, slot))
@@ -74,7 +77,9 @@ def prefill_drafter(
     start = jnp.where(chunk.first, 0, state.cache.length[slot])
     context = (start + chunk.count)[None, None]
     cache, blocks = state.cache.with_length(slot, start), masked_blocks(1, 1, how.drafter)
-    _, hidden, cache = draft_pass(params, chunk.tokens, blocks, context, cache, how.model, how.drafter, slot=slot)
+    _, hidden, cache = draft_pass(
+        params, chunk.tokens, blocks, context, cache, how.model, how.drafter, how.attention, slot
+    )
     tokens, confidence = _drafts(params, hidden, context, None, of_row(sampling, slot), how)
     everywhere = jnp.broadcast_to(tokens[0], (size, size))
     sure = jnp.broadcast_to(confidence[0], (size, size)).astype(jnp.float32)
@@ -96,7 +101,7 @@ def prefill_previous(
     """
     slot = chunk.slot
     start = jnp.where(chunk.first, 0, cache.length[slot])
-    _, cache = append(params, chunk.tokens, cache.with_length(slot, start), how.model, slot=slot)
+    _, cache = append(params, chunk.tokens, cache.with_length(slot, start), how.model, how.attention, slot)
     last = chunk.tokens[0, chunk.count - 1]
     previous = previous_BG.at[slot].set(jnp.where(jnp.arange(how.drafter.block_size) == 0, last, 0))
     return cache.with_length(slot, start + chunk.count - chunk.last), previous
@@ -129,6 +134,7 @@ def verify(
     sampling: Sampling | None,
     stop: Stop,
     config: ModelConfig,
+    attention: AttentionConfig = AUTO,
 ) -> tuple[KVCache, Outcome, tuple[jax.Array, jax.Array]]:
     """One target pass over a block: how many drafts are the target's own tokens, and its next one.
 
@@ -136,7 +142,7 @@ def verify(
     rest is undefined. A row that was done stays as it is.
     """
     size = block_BG.shape[1]
-    hidden, cache = append(params, block_BG, cache, config)
+    hidden, cache = append(params, block_BG, cache, config, attention)
     positions = cache.length[:, None] + jnp.arange(1, size + 1)
     scores = logits(params, hidden)
     own = choose(scores, positions, sampling)
@@ -168,7 +174,7 @@ def packed_draft(
     count = outcomes.shape[1]
     context = cache.length[:, None] + outcomes + 1
     blocks = masked_blocks(batch, count, how.drafter)
-    _, hidden, cache = draft_pass(params, block_BG, blocks, context, cache, how.model, how.drafter)
+    _, hidden, cache = draft_pass(params, block_BG, blocks, context, cache, how.model, how.drafter, how.attention)
     banned = None
     if how.decode.ban_rejected:
         after = jnp.take_along_axis(block_BG, jnp.minimum(outcomes + 1, size - 1), axis=1)
@@ -197,7 +203,9 @@ def anchored_draft(
     anchor), and the cache, its length unchanged.
     """
     blocks = anchored_block(anchor_B, how.drafter)
-    _, hidden, cache = draft_pass(params, previous_BT, blocks, context_B[:, None], cache, how.model, how.drafter)
+    _, hidden, cache = draft_pass(
+        params, previous_BT, blocks, context_B[:, None], cache, how.model, how.drafter, how.attention
+    )
     tokens, confidence = _drafts(params, hidden, context_B[:, None], None, sampling, how)
     return tokens[:, 0].at[:, 0].set(anchor_B), confidence[:, 0].at[:, 0].set(1.0), cache
 
@@ -262,12 +270,12 @@ def _drafts(
     batch, blocks, size, _ = hidden_BAGD.shape
     scores = logits(params, hidden_BAGD.reshape(batch, blocks * size, -1))
     ids = jnp.arange(scores.shape[-1])
-    scores = jnp.where((ids < how.num_token_ids) & (ids != how.drafter.mask_token_id), scores, -jnp.inf)
-    scores = scores.reshape(batch, blocks, size, -1)
-    if banned_BA is not None:
-        rows, columns = jnp.arange(batch)[:, None], jnp.arange(blocks)
-        scores = scores.at[rows, columns, 0, banned_BA].set(-jnp.inf, mode="drop")
-    flat = scores.reshape(batch, blocks * size, -1)
+    allowed = (ids < how.num_token_ids) & (ids != how.drafter.mask_token_id)
+    if banned_BA is not None:  # a comparison, which fuses with what reads the scores; a scatter would make them a copy
+        nothing = jnp.full((batch, blocks, size - 1), how.model.vocab_size)
+        banned = jnp.concatenate([banned_BA[:, :, None], nothing], axis=2).reshape(batch, -1)
+        allowed = allowed & (ids != banned[..., None])
+    flat = jnp.where(allowed, scores, -jnp.inf)
     positions = (start_BA[:, :, None] + jnp.arange(size)).reshape(batch, -1)
     tokens = choose(flat, positions, sampling if how.decode.draft_sampling == "gumbel" else None)
     confidence = jnp.zeros(tokens.shape, jnp.float32)

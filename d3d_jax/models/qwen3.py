@@ -15,9 +15,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from d3d_jax.config import ModelConfig
+from d3d_jax.config import AttentionConfig, ModelConfig
 from d3d_jax.devices.sharding import constrain
-from d3d_jax.models.attention import attend_cached, attend_within
+from d3d_jax.models import layers
+from d3d_jax.models.attention import AUTO, attend_cached, attend_within
 from d3d_jax.models.cache import KVCache
 from d3d_jax.models.layers import Param, layer, layer_table, linear, rms_norm, rotation
 from d3d_kernels import Intervals, causal_intervals, verify_intervals
@@ -28,11 +29,11 @@ Params = dict[str, Any]
 def parameter_table(config: ModelConfig) -> dict[str, Any]:
     """Every parameter of the stacked form, nested as the parameters are."""
     vocabulary = Param((config.vocab_size, config.hidden_size), ("vocab", "embed"), "normal")
-    layers = config.num_hidden_layers
+    count = config.num_hidden_layers
     table: dict[str, Any] = {
         "embed_tokens": vocabulary,
         "layers": {
-            name: Param((layers, *shape), ("layers", *axes), init)
+            name: Param((count, *shape), ("layers", *axes), init)
             for name, (shape, axes, init) in layer_table(config).items()
         },
         "norm": Param((config.hidden_size,), ("embed",), "ones"),
@@ -97,7 +98,7 @@ def forward(
     gates_L: jax.Array | None = None,
     dtype: Any = None,
     remat: bool = False,
-    backend: str = "auto",
+    attention: AttentionConfig = AUTO,
 ) -> jax.Array:
     """The stacked form without a cache: final hidden states [B, T, D], normed.
 
@@ -114,7 +115,7 @@ def forward(
         intervals = causal_intervals(jnp.zeros_like(tokens_BT))
     x = constrain(params["embed_tokens"], "vocab", None)[tokens_BT]
     x = constrain(x if dtype is None else x.astype(dtype), "batch", None, None)
-    turn, attend = rotation(positions_BT, config), attend_within(intervals, backend)
+    turn, attend = rotation(positions_BT, config), attend_within(intervals, attention)
 
     def body(x: jax.Array, scanned: tuple) -> tuple[jax.Array, None]:
         weights, gate = scanned
@@ -142,15 +143,16 @@ def for_decoding(params: Params, dtype: Any = None) -> Params:
 
     So a product reads its weights row by row: on CPU a block of 8 tokens takes three quarters of the time.
     """
-    stacked, joined = params["layers"], {}
-    groups = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-    for name, parts in groups.items():
-        joined[name] = jnp.concatenate([stacked[part] for part in parts], axis=1)
-    single = {name: w for name, w in stacked.items() if not any(name in parts for parts in groups.values())}
-    stacked = {name: w.swapaxes(1, 2) if w.ndim == 3 else w for name, w in {**single, **joined}.items()}
+    stacked = layers.for_decoding(params["layers"])
     count = stacked["input_layernorm"].shape[0]
     decoding = {**params, "layers": [{name: w[i] for name, w in stacked.items()} for i in range(count)]}
     return decoding if dtype is None else jax.tree.map(lambda w: w.astype(dtype), decoding)
+
+
+def decoding_table(config: ModelConfig) -> dict[str, Any]:
+    """Every parameter of the decoding form, nested as the parameters are."""
+    each = layers.decoding_table(config)
+    return {**parameter_table(config), "layers": [each] * config.num_hidden_layers}
 
 
 def cached_forward(
@@ -161,7 +163,7 @@ def cached_forward(
     cache: KVCache,
     num_clean: int,
     config: ModelConfig,
-    backend: str = "auto",
+    attention: AttentionConfig = AUTO,
     slot: jax.Array | None = None,
 ) -> tuple[jax.Array, KVCache]:
     """The decoding form over a cache: normed hidden states [B, T, D] and the cache with new slots.
@@ -173,7 +175,7 @@ def cached_forward(
     turn = rotation(positions_BT, config)
     start, slots = cache.lengths(slot), []
     for weights, k, v in zip(params["layers"], cache.k, cache.v, strict=True):
-        attend = attend_cached(k, v, start, num_clean, intervals, backend, slot)
+        attend = attend_cached(k, v, start, num_clean, intervals, attention, slot)
         x, kept = layer(weights, x, turn, config, attend)
         slots.append(kept)
     keys, values = zip(*slots, strict=True)
@@ -185,7 +187,7 @@ def append(
     tokens_BT: jax.Array,
     cache: KVCache,
     config: ModelConfig,
-    backend: str = "auto",
+    attention: AttentionConfig = AUTO,
     slot: jax.Array | None = None,
 ) -> tuple[jax.Array, KVCache]:
     """T further tokens after each row's length: hidden [B, T, D] and the cache, its length unchanged.
@@ -195,4 +197,4 @@ def append(
     num_tokens, start = tokens_BT.shape[1], cache.lengths(slot)
     positions = start[:, None] + jnp.arange(num_tokens)
     intervals = verify_intervals(start, num_tokens)
-    return cached_forward(params, tokens_BT, positions, intervals, cache, num_tokens, config, backend, slot)
+    return cached_forward(params, tokens_BT, positions, intervals, cache, num_tokens, config, attention, slot)

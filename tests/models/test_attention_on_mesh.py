@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from d3d_jax.config import MeshConfig
+from d3d_jax.config import AttentionConfig, MeshConfig
 from d3d_jax.devices.mesh import make_mesh
-from d3d_jax.models.attention import attend_within
+from d3d_jax.models.attention import AUTO, attend_within
 from d3d_kernels import causal_intervals
 
 
@@ -19,16 +19,15 @@ def test_a_kernel_and_its_gradients_are_the_same_on_a_mesh_as_on_one_device():
     q, k, v = (rng.normal(size=(2, heads, 20, 64)).astype(np.float32) for heads in (4, 2, 2))
     start = np.zeros((2, 20), np.int32)
 
-    def loss(q, k, v, **chosen):
-        output, _ = attend_within(causal_intervals(jnp.asarray(start)), **chosen)(q, k, v)
+    def loss(q, k, v, attention=AUTO):
+        output, _ = attend_within(causal_intervals(jnp.asarray(start)), attention)(q, k, v)
         return (output**2).sum()
 
     expected = jax.jit(jax.value_and_grad(loss, (0, 1, 2)))(q, k, v)
     placed = jax.device_put((q, k, v), NamedSharding(mesh, PartitionSpec(("data", "fsdp"), "tensor")))
     with jax.set_mesh(mesh):
-        found = jax.jit(jax.value_and_grad(lambda *args: loss(*args, backend="triton", interpret=True), (0, 1, 2)))(
-            *placed
-        )
+        interpreted = AttentionConfig("triton", interpret=True)
+        found = jax.jit(jax.value_and_grad(lambda *args: loss(*args, interpreted), (0, 1, 2)))(*placed)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-5)
     assert found[1][0].sharding.spec[1] == "tensor"
