@@ -87,6 +87,7 @@ def _chosen(attention: AttentionConfig, operation: str, *operands: jax.Array) ->
     return {"backend": backend, "interpret": attention.interpret}
 
 
+@partial(jax.jit, static_argnames=("backend", "interpret"))  # so that layers alike are traced and lowered once
 def _decode(
     q: jax.Array, k: jax.Array, v: jax.Array, intervals: Intervals, *new: jax.Array, backend: str, interpret: Any
 ) -> jax.Array:

