@@ -169,10 +169,10 @@ class AttentionConfig:
     interpret: bool = False
 
     def __post_init__(self) -> None:
-        if self.interpret and self.backend in ("auto", "xla"):
+        if self.interpret and self.backend not in ("triton", "mosaic_tpu"):
             raise ConfigError(
-                f"attention.interpret runs a kernel on the CPU, but attention.backend={self.backend!r} names none; "
-                "name triton, mosaic_tpu or mosaic_gpu, or leave interpret out"
+                f"attention.interpret runs a kernel of triton or mosaic_tpu on the CPU, but attention.backend is "
+                f"{self.backend!r}; name one of the two, or leave interpret out"
             )
 
 

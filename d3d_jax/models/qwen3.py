@@ -14,9 +14,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec
 
 from d3d_jax.config import AttentionConfig, ModelConfig
-from d3d_jax.devices.sharding import constrain
+from d3d_jax.devices.sharding import RULES, constrain, parts, spec
 from d3d_jax.models import layers
 from d3d_jax.models.attention import AUTO, attend_cached, attend_within
 from d3d_jax.models.cache import KVCache
@@ -155,6 +156,24 @@ def decoding_table(config: ModelConfig) -> dict[str, Any]:
     return {**parameter_table(config), "layers": [each] * config.num_hidden_layers}
 
 
+def embed(table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
+    """Embeddings [B, T, D]. Where the table's rows lie on several devices, each adds those that it has.
+
+    Left to the compiler, a single token would have every device gather the whole table.
+    """
+    axis = RULES["vocab"]
+    if parts("vocab") == 1:
+        return table_VD[tokens_BT]
+
+    def own(table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
+        row = tokens_BT - jax.lax.axis_index(axis) * table_VD.shape[0]
+        here = (row >= 0) & (row < table_VD.shape[0])
+        return jax.lax.psum(jnp.where(here[..., None], table_VD[jnp.where(here, row, 0)], 0), axis)
+
+    everywhere = PartitionSpec()
+    return jax.shard_map(own, in_specs=(spec(("vocab", None)), everywhere), out_specs=everywhere)(table_VD, tokens_BT)
+
+
 def cached_forward(
     params: Params,
     tokens_BT: jax.Array,
@@ -171,7 +190,7 @@ def cached_forward(
     The first `num_clean` tokens are written at each row's length; the length itself is left to the caller,
     who knows how many of them are to stay. With `slot`, the tokens [1, T] are of that row of the cache alone.
     """
-    x = params["embed_tokens"][tokens_BT]
+    x = embed(params["embed_tokens"], tokens_BT)
     turn = rotation(positions_BT, config)
     start, slots = cache.lengths(slot), []
     for weights, k, v in zip(params["layers"], cache.k, cache.v, strict=True):

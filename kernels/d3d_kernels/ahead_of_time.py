@@ -90,13 +90,29 @@ def _installed(name: str) -> bool:
     return False
 
 
-def compile_for(mesh: Mesh, function: Callable, *shapes: Any) -> Any:
-    """`function`, compiled for the mesh's devices with operands of these shapes on each: a `jax.stages.Compiled`."""
+class Spills(RuntimeError):
+    """A kernel has more live values than registers."""
+
+
+def compile_for(mesh: Mesh, function: Callable, *shapes: Any, refuse_spills: bool = False) -> Any:
+    """`function`, compiled for the mesh's devices with operands of these shapes on each: a `jax.stages.Compiled`.
+
+    Raises:
+        Spills: with `refuse_spills`, on a GPU, if the assembler had to put registers of any kernel into memory.
+            Kernels of Mosaic GPU are assembled apart: see `gpu_resources`.
+    """
     replicated = NamedSharding(mesh, PartitionSpec())
     operands = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=replicated), shapes)
     with jax.set_mesh(mesh):
         lowered = jax.jit(function).lower(*operands)
-    return lowered.compile()
+    if not refuse_spills:
+        return lowered.compile()
+    try:
+        return lowered.compile(compiler_options={"xla_gpu_fail_ptx_compilation_on_register_spilling": True})
+    except jax.errors.JaxRuntimeError as error:
+        if "register spilling" in str(error):
+            raise Spills(str(error)) from error
+        raise
 
 
 def tpu_bundles(dump: Path, kernel: str) -> list[int]:

@@ -26,6 +26,7 @@ COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "
 _NOTHING = {"parameter", "constant", "bitcast", "get-tuple-element", "tuple", "while", "conditional", "call"}
 _NOTHING |= {"after-all", "optimization-barrier", "copy-done", "slice-done", "async-done", "partition-id"}
 _MOVES = {"copy", "transpose", "reverse", "slice", "concatenate", "pad", "reshape", "convert"}
+_EXCHANGES = {"all-gather", "all-to-all", "collective-permute"}  # these add nothing up
 _IDLE = {"parameter", "bitcast", "constant", "broadcast", "tuple", "get-tuple-element"}
 
 
@@ -117,7 +118,7 @@ def collectives(program: Program) -> Counter[str]:
 
 
 def copies(program: Program, least: int) -> list[tuple[str, int]]:
-    """(name, bytes) of results of at least `least` bytes that hold nothing new: copies, transposes, conversions.
+    """(name, bytes) of results of at least `least` bytes with nothing new in them: copies, transposes, gathered parts.
 
     Fetching ahead from main memory into on-chip memory is none of them: it is how a weight is read.
     """
@@ -134,7 +135,7 @@ def copies(program: Program, least: int) -> list[tuple[str, int]]:
                 inside = {part.op for part in program.computations[one.called[0]].values()} - _IDLE
                 moved = bool(inside) and inside <= _MOVES
             else:
-                moved = one.op in _MOVES
+                moved = one.op in _MOVES or one.op.removesuffix("-start") in _EXCHANGES
             if moved:
                 found.append((one.name, size))
     return found

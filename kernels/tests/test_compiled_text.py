@@ -27,6 +27,7 @@ TEXT = """HloModule step
   %new = bf16[1,128]{1,0:S(1)} custom-call(%cache), custom_call_target="attend"
   %written = bf16[8,128]{1,0} dynamic-update-slice(%cache, %new, %at, %at)
   %sums = f32[4]{0:S(1)} all-reduce(%new), to_apply=%body
+  %whole = (bf16[8,128]{1,0}, bf16[16,128]{1,0}) all-gather-start(%cache), dimensions={0}
   ROOT %turn = (bf16[8,128]{1,0}, s32[]) tuple(%written, %at)
 }
 %test (state.1: (bf16[8,128], s32[])) -> pred[] {
@@ -52,17 +53,17 @@ ENTRY %main (table: bf16[1000,64], ids: s32[4], weight: bf16[64,32], cache.1: bf
 def test_traffic_counts_what_crosses_main_memory_once():
     weight, cache, row = 64 * 32 * 2, 8 * 128 * 2, 128 * 2
     fetched, turned = weight, 2 * weight
-    gathered = 4 * 64 * 2
-    assert main_memory_bytes(parse(TEXT)) == gathered + fetched + turned + cache + row
+    gathered, exchanged = 4 * 64 * 2, 4 * cache
+    assert main_memory_bytes(parse(TEXT)) == gathered + fetched + turned + cache + row + exchanged
 
 
 def test_copies_are_what_holds_nothing_new_and_is_no_fetch_into_the_chip():
-    assert copies(parse(TEXT), 1000) == [("turned", 4096)]
+    assert copies(parse(TEXT), 1000) == [("turned", 4096), ("whole", 4096)]
     assert copies(parse(TEXT), 5000) == []
 
 
 def test_collectives_are_counted_in_loops_too():
-    assert collectives(parse(TEXT)) == {"all-reduce": 1}
+    assert collectives(parse(TEXT)) == {"all-reduce": 1, "all-gather": 1}
 
 
 def test_a_text_without_entry_is_refused():

@@ -96,5 +96,5 @@ def test_an_engine_refuses_a_backend_that_cannot_serve_its_drafter():
 
 
 def test_interpreting_needs_the_name_of_a_kernel_backend():
-    with pytest.raises(ConfigError, match=r"attention.backend='auto' names none; name triton"):
+    with pytest.raises(ConfigError, match=r"attention.backend is 'auto'; name one of the two"):
         AttentionConfig(interpret=True)
