@@ -128,6 +128,7 @@ def test_a_damaged_pair_is_one_line_before_work_starts(damage, said, own_pair, n
         (["--mode", "ar"], "--mode ar uses no drafter"),
         (["--mode", "sync", "--miss", "keep"], "--miss and --outcomes are for --mode async"),
         (["--outcomes", 9], "outcomes=9 must be 'all' or 1..block_size=4"),
+        (["--attention-backend", "mosaic_gpu"], "attention.backend: interval_decode: backend 'mosaic_gpu' cannot take"),
         (["--top-p", 0.5], "temperature=0 is greedy"),
         (["--output", "x.jsonl"], "--input and --output go together"),
     ],
