@@ -1,4 +1,4 @@
-"""Configuration: frozen dataclasses, read from YAML files and `a.b=c` overrides by `mapping`.
+"""Configuration: frozen dataclasses, read from YAML files by `config_files`.
 
 Field names are those of the ecosystem (transformers for models, docs/algorithm.md for the rest).
 """
@@ -9,10 +9,25 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Literal
 
+from d3d_jax.config_files import from_mapping, load, to_mapping
 from d3d_jax.errors import ConfigError
-from d3d_jax.mapping import from_mapping as from_mapping
-from d3d_jax.mapping import load as load
-from d3d_jax.mapping import to_mapping as to_mapping
+
+__all__ = [
+    "AttentionConfig",
+    "BlockConfig",
+    "DecodeConfig",
+    "DrafterConfig",
+    "LossConfig",
+    "MeshConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "RopeConfig",
+    "SamplingParams",
+    "TrainConfig",
+    "from_mapping",
+    "load",
+    "to_mapping",
+]
 
 
 @dataclass(frozen=True)
@@ -142,6 +157,26 @@ class SamplingParams:
 
 
 @dataclass(frozen=True)
+class AttentionConfig:
+    """What computes attention.
+
+    `backend`: one of `d3d_kernels.BACKENDS`, which is used or refused, never replaced; `auto` is that of the device
+    that the model lies on (on CPU `xla`). `interpret`: run the named kernels on the CPU, slowly and with the same
+    arithmetic; for tests.
+    """
+
+    backend: Literal["auto", "xla", "mosaic_gpu", "triton", "mosaic_tpu"] = "auto"
+    interpret: bool = False
+
+    def __post_init__(self) -> None:
+        if self.interpret and self.backend not in ("triton", "mosaic_tpu"):
+            raise ConfigError(
+                f"attention.interpret runs a kernel of triton or mosaic_tpu on the CPU, but attention.backend is "
+                f"{self.backend!r}; name one of the two, or leave interpret out"
+            )
+
+
+@dataclass(frozen=True)
 class DecodeConfig:
     """One way of decoding.
 
@@ -154,6 +189,7 @@ class DecodeConfig:
     of a packed pass, each successor being `block_size` of them; the likeliest outcomes and candidates are drafted.
     `on_draft_failure`: raise, or let the target decode alone from there on, with a warning and the same tokens.
     `step_by_step`: wait after every program; the same tokens and round trace, for tests and timing.
+    `attention`: what computes attention, of both models.
     """
 
     mode: Literal["ar", "sync", "async"] = "async"
@@ -168,6 +204,7 @@ class DecodeConfig:
     on_draft_failure: Literal["error", "plain"] = "error"
     step_by_step: bool = False
     lookahead: int = 2
+    attention: AttentionConfig = field(default_factory=AttentionConfig)
     sampling: SamplingParams = field(default_factory=SamplingParams)
 
     def __post_init__(self) -> None:
@@ -339,6 +376,7 @@ class TrainConfig:
     acceptance_rows: int = 32
     log_every: int = 10
     mesh: MeshConfig = field(default_factory=MeshConfig)
+    attention: AttentionConfig = field(default_factory=AttentionConfig)
     blocks: BlockConfig = field(default_factory=BlockConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)

@@ -15,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 LEVELS = (
-    {"dims", "errors", "mapping", "config"},
+    {"dims", "errors", "config", "config_files"},
     {"devices"},
     {"d3d_kernels", "models"},
     {"checkpoints", "acceptance"},

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 ASYNC_ONLY = ("miss", "outcomes", "bonus", "candidates", "row_budget")
 DRAFTING = (*ASYNC_ONLY, "on_draft_failure")
 IMAGES = (".png", ".svg", ".pdf")
+BACKENDS = ("auto", "xla", "mosaic_gpu", "triton", "mosaic_tpu")  # as AttentionConfig knows them
 SLOT_STEP = 64  # cache sizes are multiples of this, so that runs alike share their programs
 
 
@@ -92,6 +93,9 @@ def add_drafting_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_device_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--attention-backend", choices=BACKENDS, default="auto", help="used or refused (default: that of the device)"
+    )
     parser.add_argument("--device", choices=KINDS, help="refused when it is not there (default: the best that is)")
 
 
@@ -107,6 +111,7 @@ def decode_config(args: argparse.Namespace, mode: str, block_size: int | None, *
     from d3d_jax.config import DecodeConfig, from_mapping
 
     values = {name: value for name in DRAFTING if (value := getattr(args, name, None)) is not None}
+    values["attention"] = {"backend": args.attention_backend}
     if block_size is not None:
         values["block_size"] = block_size
     return from_mapping(DecodeConfig, {"mode": mode, **values, **fields})
@@ -212,8 +217,11 @@ def check_image(path: str | None, flag: str) -> None:
         raise ConfigError(f"{flag} {path}: expected a name that ends in one of {', '.join(IMAGES)}")
 
 
-def load_with_progress(pair: OpenedPair, dtype: str, console: Console) -> LoadedPair:
-    """Load the tensors under a progress bar."""
+def load_with_progress(
+    pair: OpenedPair, decode: DecodeConfig, devices: tuple[jax.Device, jax.Device], dtype: str, console: Console
+) -> LoadedPair:
+    """Load the tensors under a progress bar, once it is certain that the devices can compute with them."""
+    pair.check_attention(decode, devices, dtype)
     with progress_bar(console, "loading", pair.tensor_count()) as advance:
         return pair.load(dtype, on_tensor=lambda name: advance())
 

@@ -63,24 +63,24 @@ class Asynchronous:
         self._tactics = tactics(placed.decode)
         self._policy = policy_for(self._tactics)
         self._read_at, self._interrupted = 0.0, True
-        config = placed.target.config
+        fixed = placed.target.fixed()
 
         def select_verify(params, successors, outcome, *rest):
             block, hit = select(successors, outcome)
-            return verify_recorded(params, block, hit, outcome, *rest, config=config)
+            return verify_recorded(params, block, hit, outcome, *rest, **fixed)
 
         def select_packed(params, successors, outcome, state, sampling, outcomes):
             block, _ = select(successors, outcome)
             odds = selected_odds(state.odds, successors, outcome)
             return packed_after(params, block, odds, outcome, state, sampling, how, outcomes)
 
-        self._prefill_target = jax.jit(partial(prefill_target, config=config), donate_argnums=2)
+        self._prefill_target = jax.jit(partial(prefill_target, **fixed), donate_argnums=2)
         self._prefill_drafter = jax.jit(partial(prefill_drafter, how=how), donate_argnums=2)
         # A donated argument's memory becomes the result's: the caches, which no other program reads.
         self._select_verify = jax.jit(select_verify, donate_argnums=3)
         self._select_packed = jax.jit(select_packed, donate_argnums=3, static_argnums=5)
         self._choose = jax.jit(partial(redraft_missed, how=how))
-        self._verify = jax.jit(partial(verify_recorded, config=config), donate_argnums=4)
+        self._verify = jax.jit(partial(verify_recorded, **fixed), donate_argnums=4)
         self._packed = jax.jit(partial(packed_after, how=how), donate_argnums=4, static_argnames="outcomes")
         self._end_row = jax.jit(end_row)
 

@@ -13,10 +13,11 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from d3d_jax.config import DecodeConfig, DrafterConfig, ModelConfig
+from d3d_jax.config import AttentionConfig, DecodeConfig, DrafterConfig, ModelConfig
 from d3d_jax.decoding.branches import NO_OUTCOME, choose_branches, num_branches, select, selected_odds
 from d3d_jax.decoding.sampling import Sampling, choose, log_probability, scores
 from d3d_jax.decoding.state import DraftState, Odds, Outcome, PromptChunk, Stop, Successors
+from d3d_jax.models.attention import AUTO
 from d3d_jax.models.cache import KVCache
 from d3d_jax.models.drafter import anchored_block, draft_pass, masked_blocks
 from d3d_jax.models.qwen3 import Params, append, logits
@@ -33,6 +34,7 @@ class Drafting:
     drafter: DrafterConfig
     decode: DecodeConfig
     num_token_ids: int
+    attention: AttentionConfig = AUTO
 
 
 def prefill_target(
@@ -43,6 +45,7 @@ def prefill_target(
     sampling: Sampling | None,
     stop: Stop,
     config: ModelConfig,
+    attention: AttentionConfig = AUTO,
 ) -> tuple[KVCache, Outcome, tuple[jax.Array, jax.Array]]:
     """The next chunk of one row's prompt. After the last one the row is under way: its bonus is the first new token.
 
@@ -50,7 +53,7 @@ def prefill_target(
     """
     slot = chunk.slot
     start = jnp.where(chunk.first, 0, cache.length[slot])
-    hidden, cache = append(params, chunk.tokens, cache.with_length(slot, start), config, slot=slot)
+    hidden, cache = append(params, chunk.tokens, cache.with_length(slot, start), config, attention, slot)
     length = start + chunk.count
     scores = logits(params, jax.lax.dynamic_slice_in_dim(hidden, chunk.count - 1, 1, axis=1))
     first = choose(scores, length[None, None], of_row(sampling, slot))
@@ -75,7 +78,9 @@ def prefill_drafter(
     start = jnp.where(chunk.first, 0, state.cache.length[slot])
     context = (start + chunk.count)[None, None]
     cache, blocks = state.cache.with_length(slot, start), masked_blocks(1, 1, how.drafter)
-    _, hidden, cache = draft_pass(params, chunk.tokens, blocks, context, cache, how.model, how.drafter, slot=slot)
+    _, hidden, cache = draft_pass(
+        params, chunk.tokens, blocks, context, cache, how.model, how.drafter, how.attention, slot
+    )
     tokens, odds = _drafts(params, hidden, context, None, of_row(sampling, slot), how)
     cache = cache.with_length(slot, start + chunk.count - chunk.last)
     odds = jax.tree.map(lambda kept, new: kept.at[slot].set(new[0]), state.odds, odds)  # the one branch plays them all
@@ -96,7 +101,7 @@ def prefill_previous(
     """
     slot = chunk.slot
     start = jnp.where(chunk.first, 0, cache.length[slot])
-    _, cache = append(params, chunk.tokens, cache.with_length(slot, start), how.model, slot=slot)
+    _, cache = append(params, chunk.tokens, cache.with_length(slot, start), how.model, how.attention, slot)
     last = chunk.tokens[0, chunk.count - 1]
     previous = previous_BG.at[slot].set(jnp.where(jnp.arange(how.drafter.block_size) == 0, last, 0))
     return cache.with_length(slot, start + chunk.count - chunk.last), previous
@@ -121,6 +126,7 @@ def verify(
     sampling: Sampling | None,
     stop: Stop,
     config: ModelConfig,
+    attention: AttentionConfig = AUTO,
 ) -> tuple[KVCache, Outcome, tuple[jax.Array, jax.Array]]:
     """One target pass over a block: how many drafts are the target's own tokens, and its next one.
 
@@ -128,7 +134,7 @@ def verify(
     rest is undefined. A row that was done stays as it is.
     """
     size = block_BG.shape[1]
-    hidden, cache = append(params, block_BG, cache, config)
+    hidden, cache = append(params, block_BG, cache, config, attention)
     positions = cache.length[:, None] + jnp.arange(1, size + 1)
     scores = logits(params, hidden)
     own = choose(scores, positions, sampling)
@@ -170,7 +176,7 @@ def packed_draft(
     outcome, first, anchored = choose_branches(odds, how.decode, outcomes, how.drafter.mask_token_id)
     context = cache.length[:, None] + outcome + 1
     blocks = masked_blocks(batch, outcome.shape[1], how.drafter).at[:, :, 0].set(first)
-    _, hidden, cache = draft_pass(params, block_BG, blocks, context, cache, how.model, how.drafter)
+    _, hidden, cache = draft_pass(params, block_BG, blocks, context, cache, how.model, how.drafter, how.attention)
     banned = None
     if how.decode.ban_rejected:
         after = jnp.take_along_axis(block_BG, jnp.minimum(outcome + 1, size - 1), axis=1)
@@ -199,7 +205,9 @@ def anchored_draft(
     Returns the block int32 [B, G], its odds, and the cache, its length unchanged.
     """
     blocks = anchored_block(anchor_B, how.drafter)
-    _, hidden, cache = draft_pass(params, previous_BT, blocks, context_B[:, None], cache, how.model, how.drafter)
+    _, hidden, cache = draft_pass(
+        params, previous_BT, blocks, context_B[:, None], cache, how.model, how.drafter, how.attention
+    )
     tokens, odds = _drafts(params, hidden, context_B[:, None], None, sampling, how)
     return tokens[:, 0].at[:, 0].set(anchor_B), jax.tree.map(lambda leaf: leaf[:, 0], odds), cache
 
@@ -246,19 +254,19 @@ def _drafts(
     batch, blocks, size, _ = hidden_BRGD.shape
     by_id = logits(params, hidden_BRGD.reshape(batch, blocks * size, -1))
     ids = jnp.arange(by_id.shape[-1])
-    by_id = jnp.where((ids < how.num_token_ids) & (ids != how.drafter.mask_token_id), by_id, -jnp.inf)
-    by_id = by_id.reshape(batch, blocks, size, -1)
-    if banned_BR is not None:
-        rows, columns = jnp.arange(batch)[:, None], jnp.arange(blocks)
-        by_id = by_id.at[rows, columns, 0, banned_BR].set(-jnp.inf, mode="drop")
-    flat = by_id.reshape(batch, blocks * size, -1)
+    allowed = (ids < how.num_token_ids) & (ids != how.drafter.mask_token_id)
+    if banned_BR is not None:  # a comparison, which fuses with what reads the scores; a scatter would make them a copy
+        nothing = jnp.full((batch, blocks, size - 1), how.model.vocab_size)
+        banned = jnp.concatenate([banned_BR[:, :, None], nothing], axis=2).reshape(batch, -1)
+        allowed = allowed & (ids != banned[..., None])
+    by_id = jnp.where(allowed, by_id, -jnp.inf)
     positions = (start_BR[:, :, None] + jnp.arange(size)).reshape(batch, -1)
-    drawn = scores(flat, positions, sampling if how.decode.draft_sampling == "gumbel" else None)
+    drawn = scores(by_id, positions, sampling if how.decode.draft_sampling == "gumbel" else None)
     count = how.decode.num_candidates
     best = jax.lax.top_k(drawn, count + 1)[1] if count else jnp.argmax(drawn, axis=-1, keepdims=True)
     best = best.astype(jnp.int32)
     chances = jnp.zeros(best.shape, jnp.float32)
     if how.decode.ranks_branches:
-        chances = jnp.exp(jnp.take_along_axis(flat, best, axis=-1) - jax.nn.logsumexp(flat, axis=-1, keepdims=True))
+        chances = jnp.exp(jnp.take_along_axis(by_id, best, axis=-1) - jax.nn.logsumexp(by_id, axis=-1, keepdims=True))
     best, chances = (leaf.reshape(batch, blocks, size, -1) for leaf in (best, chances))
     return best[..., 0], Odds(chances[..., 0], best[..., 1:], chances[..., 1:])

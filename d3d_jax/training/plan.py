@@ -20,6 +20,7 @@ from d3d_jax.data.rows import Rows
 from d3d_jax.data.sources import load_documents
 from d3d_jax.devices.sharding import BATCH
 from d3d_jax.errors import ConfigError
+from d3d_jax.models.attention import ATTENTION, resolve_attention
 from d3d_jax.training.loss import position_decay
 from d3d_jax.training.state import check_frozen
 
@@ -61,6 +62,7 @@ def plan_run(config: TrainConfig) -> Plan:
         _check_mask(config, model)
         position_decay(config.blocks.block_size, config.loss)
     check_frozen(config.frozen, model)
+    resolve_attention(config.attention, ATTENTION, model, config.dtype)
     tokenizer = load_tokenizer(config.tokenizer) if config.tokenizer else None
     blocks = None
     if config.objective == "d3d":

@@ -130,6 +130,7 @@ def test_a_damaged_pair_is_one_line_before_work_starts(damage, said, own_pair, n
         (["--candidates", "2"], "--candidates is for anchored successors; add --bonus anchored"),
         (["--bonus", "both", "--row-budget", "9"], "4 masked and one anchored successor of 4 tokens take 20 rows"),
         (["--outcomes", 9], "outcomes=9 must be 'all', 'auto' or 1..block_size=4"),
+        (["--attention-backend", "mosaic_gpu"], "attention.backend: interval_decode: backend 'mosaic_gpu' cannot take"),
         (["--top-p", 0.5], "temperature=0 is greedy"),
         (["--output", "x.jsonl"], "--input and --output go together"),
     ],

@@ -223,7 +223,7 @@ def positions_of(monkeypatch: pytest.MonkeyPatch):
     def positions(length: int, clean: list[int], blocks: jax.Array, context: list[int]) -> tuple[list, list]:
         seen = []
 
-        def record(params, tokens, positions, intervals, cache, num_clean, config, backend, slot):
+        def record(params, tokens, positions, intervals, cache, num_clean, config, attention, slot):
             seen.append(np.asarray(positions)[0])
             return jnp.zeros((*tokens.shape, CONFIG.hidden_size)), cache
 
