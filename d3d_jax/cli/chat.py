@@ -19,7 +19,7 @@ from d3d_jax.cli.pair_options import (
     progress_bar,
     refuse_drafting_contradictions,
     sampling_of,
-    start_devices,
+    start_device_groups,
 )
 from d3d_jax.errors import CapacityError, ConfigError
 
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
 
     refuse_drafting_contradictions(args)
     params = replace(sampling_of(args), max_tokens=args.max_new_tokens)
-    devices = start_devices(args.device)
+    devices = start_device_groups(args.device, args.tensor_parallel)
     pair, decode = open_chosen_pair(args)
     room = min(pair.target.config.max_position_embeddings, 4096) + slots_past_end(decode.block_size)
     max_len = args.max_len or -(-room // SLOT_STEP) * SLOT_STEP

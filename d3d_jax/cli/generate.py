@@ -22,7 +22,7 @@ from d3d_jax.cli.pair_options import (
     progress_bar,
     refuse_drafting_contradictions,
     sampling_of,
-    start_devices,
+    start_device_groups,
     too_long,
 )
 from d3d_jax.errors import CapacityError, ConfigError
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     asked = load_prompts(args.input) if args.input else [Prompt("--prompt", (args.prompt,))]
     answered = answered_ids(Path(args.output)) if args.output else set()
     waiting = [prompt for prompt in asked if prompt.id not in answered]
-    devices = start_devices(args.device)
+    devices = start_device_groups(args.device, args.tensor_parallel)
     pair, decode = open_chosen_pair(args)
     err = Console(stderr=True)
     if not waiting:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from d3d_jax.devices.host import KINDS, device_pair, keep_programs, prepare_cpu
+from d3d_jax.devices.host import KINDS, device_groups, keep_programs, prepare_cpu
 from d3d_jax.errors import CapacityError, CompatibilityError, ConfigError
 
 if TYPE_CHECKING:
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from d3d_jax.config import DecodeConfig, ModelConfig, SamplingParams
     from d3d_jax.decoding.loading import LoadedPair, OpenedPair
+    from d3d_jax.decoding.placement import Devices
 
 ASYNC_ONLY = ("miss", "outcomes", "bonus", "candidates", "row_budget")
 DRAFTING = (*ASYNC_ONLY, "on_draft_failure")
@@ -52,8 +53,15 @@ def add_pair_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--max-len", type=positive, metavar="S", help="cache slots: prompt, new tokens, two blocks")
     add_device_argument(parser)
+    add_split_argument(parser)
     add_sampling_arguments(parser)
     add_drafting_arguments(parser)
+
+
+def add_split_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--tensor-parallel", type=positive, default=1, metavar="N", help="devices to split the target over (default: 1)"
+    )
 
 
 def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
@@ -164,9 +172,15 @@ def start_devices(kind: str | None) -> tuple[jax.Device, jax.Device]:
     Raises:
         DeviceError: when the kind is not there.
     """
+    (target,), drafter = start_device_groups(kind, 1)
+    return target, drafter
+
+
+def start_device_groups(kind: str | None, parts: int) -> tuple[tuple[jax.Device, ...], jax.Device]:
+    """As :func:`start_devices`, with `parts` devices for the target."""
     if kind in (None, "cpu"):
-        prepare_cpu(2)
-    devices = device_pair(kind)
+        prepare_cpu(parts + 1)
+    devices = device_groups(kind, parts)
     keep_programs()
     import jax
 
@@ -218,10 +232,10 @@ def check_image(path: str | None, flag: str) -> None:
 
 
 def load_with_progress(
-    pair: OpenedPair, decode: DecodeConfig, devices: tuple[jax.Device, jax.Device], dtype: str, console: Console
+    pair: OpenedPair, decode: DecodeConfig, devices: tuple[Devices, Devices], dtype: str, console: Console
 ) -> LoadedPair:
     """Load the tensors under a progress bar, once it is certain that the devices can compute with them."""
-    pair.check_attention(decode, devices, dtype)
+    pair.check_devices(decode, devices, dtype)
     with progress_bar(console, "loading", pair.tensor_count()) as advance:
         return pair.load(dtype, on_tensor=lambda name: advance())
 

@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any
 from d3d_jax.cli.pair_options import (
     add_device_argument,
     add_sampling_arguments,
+    add_split_argument,
     decode_config,
     load_with_progress,
     positive,
     progress_bar,
     sampling_of,
-    start_devices,
+    start_device_groups,
 )
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-len", type=positive, default=2048, help="cache slots a row: prompt and response")
     parser.add_argument("--batch-size", type=positive, default=32, help="rows decoded at one time")
     add_device_argument(parser)
+    add_split_argument(parser)
     add_sampling_arguments(parser)
     parser.add_argument("--top-logprobs", type=positive, metavar="K", help="also store the target's K likeliest tokens "
                         "at every place, to distil from (loss.kd_weight); one more pass of the target, whose weights "
@@ -61,12 +63,14 @@ def run(args: argparse.Namespace) -> int:
 
     if args.keep_responses and not args.top_logprobs:
         raise ConfigError("--keep-responses stores nothing new without --top-logprobs K; name K, such as 16")
+    if args.top_logprobs and args.tensor_parallel > 1:
+        raise ConfigError("--top-logprobs works on one device; leave --tensor-parallel out")
     index, count = _shard(args.shard)
     sampling = sampling_of(args)
     past_end = slots_past_end(1)
     if args.max_new_tokens + past_end >= args.max_len:
         raise ConfigError(f"--max-len {args.max_len} leaves no room for a prompt and {args.max_new_tokens} new tokens")
-    devices = start_devices(args.device)
+    devices, _ = start_device_groups(args.device, args.tensor_parallel)
     pair = open_pair(args.model_path)
     if args.top_logprobs and args.top_logprobs > pair.num_token_ids:
         raise ConfigError(f"--top-logprobs {args.top_logprobs}, but the tokenizer has {pair.num_token_ids} ids")
@@ -80,12 +84,12 @@ def run(args: argparse.Namespace) -> int:
 
     err = Console(stderr=True)
     decode = decode_config(args, "ar", None)
-    loaded = load_with_progress(pair, decode, devices, args.dtype, err)
+    loaded = load_with_progress(pair, decode, (devices, devices), args.dtype, err)
     engine = Engine(
         loaded.target,
         None,
         decode,
-        devices=(devices[0], devices[0]),
+        devices=(devices, devices),
         max_len=args.max_len,
         max_batch=args.batch_size,
         num_token_ids=loaded.num_token_ids,

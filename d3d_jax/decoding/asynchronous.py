@@ -74,44 +74,44 @@ class Asynchronous:
             odds = selected_odds(state.odds, successors, outcome)
             return packed_after(params, block, odds, outcome, state, sampling, how, outcomes)
 
-        self._prefill_target = jax.jit(partial(prefill_target, **fixed), donate_argnums=2)
-        self._prefill_drafter = jax.jit(partial(prefill_drafter, how=how), donate_argnums=2)
+        self._prefill_target = placed.target.compiled(partial(prefill_target, **fixed), donate_argnums=2)
+        self._prefill_drafter = drafter.compiled(partial(prefill_drafter, how=how), donate_argnums=2)
         # A donated argument's memory becomes the result's: the caches, which no other program reads.
-        self._select_verify = jax.jit(select_verify, donate_argnums=3)
-        self._select_packed = jax.jit(select_packed, donate_argnums=3, static_argnums=5)
-        self._choose = jax.jit(partial(redraft_missed, how=how))
-        self._verify = jax.jit(partial(verify_recorded, **fixed), donate_argnums=4)
-        self._packed = jax.jit(partial(packed_after, how=how), donate_argnums=4, static_argnames="outcomes")
-        self._end_row = jax.jit(end_row)
+        self._select_verify = placed.target.compiled(select_verify, donate_argnums=3)
+        self._select_packed = drafter.compiled(select_packed, donate_argnums=3, static_argnums=5)
+        self._choose = drafter.compiled(partial(redraft_missed, how=how))
+        self._verify = placed.target.compiled(partial(verify_recorded, **fixed), donate_argnums=4)
+        self._packed = drafter.compiled(partial(packed_after, how=how), donate_argnums=4, static_argnames="outcomes")
+        self._end_row = placed.target.compiled(end_row)
 
         self._cache = placed.target.cache(placed.rows)
-        self._outcome = jax.device_put(Outcome.of_free_rows(placed.rows), placed.target.device)
+        self._outcome = jax.device_put(Outcome.of_free_rows(placed.rows), placed.target.home)
         odds, successors = no_successors(how, placed.rows)
         state = DraftState(drafter.cache(placed.rows), odds)
-        self._state, self._successors = jax.device_put((state, successors), drafter.device)
+        self._state, self._successors = jax.device_put((state, successors), drafter.home)
 
     def prefill(self, chunk: PromptChunk, settings: Settings) -> tuple[Launched, Any]:
         target, drafter = self._target, self._drafter
         self._cache, self._outcome, first = self._prefill_target(
             target.params,
-            jax.device_put(chunk, target.device),
+            jax.device_put(chunk, target.home),
             self._cache,
             self._outcome,
-            settings.sampling(target.device),
-            settings.stop(target.device),
+            settings.sampling(target.home),
+            settings.stop(target.home),
         )
         self._state, self._successors = self._prefill_drafter(
             drafter.params,
-            jax.device_put(chunk, drafter.device),
+            jax.device_put(chunk, drafter.home),
             self._state,
             self._successors,
-            settings.sampling(drafter.device),
+            settings.sampling(drafter.home),
         )
         self._interrupted = True
         return Launched((first, self._outcome.done), read_first(int(chunk.slot))), (first, self._successors)
 
     def launch(self, number: int, settings: Settings, until: Until, observer: Observer) -> Launched:
-        known, tactic = jax.device_put(self._outcome, self._drafter.device), self._policy.next()
+        known, tactic = jax.device_put(self._outcome, self._drafter.home), self._policy.next()
         round_of = self._redrafting if tactic.redraft else self._keeping
         record = round_of(number, known, settings, observer, tactic.outcomes)
         read = self._timed(tactic, self._interrupted, read_round(foreseen=True, redraft=tactic.redraft))
@@ -141,18 +141,18 @@ class Asynchronous:
         self, number: int, known: Outcome, settings: Settings, observer: Observer, outcomes: Literal["all"] | int
     ) -> jax.Array:
         target, drafter = self._target, self._drafter
-        offered = jax.device_put(self._successors, target.device)
+        offered = jax.device_put(self._successors, target.home)
         self._cache, self._outcome, record = self._select_verify(
             target.params,
             offered,
             self._outcome,
             self._cache,
-            settings.sampling(target.device),
-            settings.stop(target.device),
+            settings.sampling(target.home),
+            settings.stop(target.home),
         )
         observer.launched("verify", "target", number, record)
         self._state, self._successors = self._select_packed(
-            drafter.params, self._successors, known, self._state, settings.sampling(drafter.device), outcomes
+            drafter.params, self._successors, known, self._state, settings.sampling(drafter.home), outcomes
         )
         observer.launched("packed", "drafter", number, self._successors)
         return record
@@ -161,18 +161,18 @@ class Asynchronous:
         self, number: int, known: Outcome, settings: Settings, observer: Observer, outcomes: Literal["all"] | int
     ) -> jax.Array:
         target, drafter = self._target, self._drafter
-        there = settings.sampling(drafter.device)
+        there = settings.sampling(drafter.home)
         block, odds, hit = self._choose(drafter.params, self._successors, known, self._state, there)
         observer.launched("choose", "drafter", number, hit)
-        offered, foreseen = jax.device_put((block, hit), target.device)
+        offered, foreseen = jax.device_put((block, hit), target.home)
         self._cache, self._outcome, record = self._verify(
             target.params,
             offered,
             foreseen,
             self._outcome,
             self._cache,
-            settings.sampling(target.device),
-            settings.stop(target.device),
+            settings.sampling(target.home),
+            settings.stop(target.home),
         )
         observer.launched("verify", "target", number, record)
         self._state, self._successors = self._packed(
@@ -182,4 +182,4 @@ class Asynchronous:
         return record
 
     def release(self, slot: int) -> None:
-        self._outcome = self._end_row(self._outcome, jax.device_put(slot, self._target.device))
+        self._outcome = self._end_row(self._outcome, jax.device_put(slot, self._target.home))

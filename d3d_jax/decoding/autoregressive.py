@@ -64,14 +64,14 @@ class Autoregressive:
     def __init__(self, placed: Placed):
         self._target = placed.target
         fixed = placed.target.fixed()
-        self._prefill = jax.jit(partial(prefill_target, **fixed), donate_argnums=2)
-        self._loop = jax.jit(partial(decode_autoregressively, **fixed), donate_argnums=1)
-        self._end_row = jax.jit(end_row)
+        self._prefill = placed.target.compiled(partial(prefill_target, **fixed), donate_argnums=2)
+        self._loop = placed.target.compiled(partial(decode_autoregressively, **fixed), donate_argnums=1)
+        self._end_row = placed.target.compiled(end_row)
         self._cache = placed.target.cache(placed.rows)
-        self._outcome = jax.device_put(Outcome.of_free_rows(placed.rows), placed.target.device)
+        self._outcome = jax.device_put(Outcome.of_free_rows(placed.rows), placed.target.home)
 
     def prefill(self, chunk: PromptChunk, settings: Settings) -> tuple[Launched, Any]:
-        placed, device = self._target, self._target.device
+        placed, device = self._target, self._target.home
         self._cache, self._outcome, first = self._prefill(
             placed.params,
             jax.device_put(chunk, device),
@@ -83,7 +83,7 @@ class Autoregressive:
         return Launched((first, self._outcome.done), read_first(int(chunk.slot))), first
 
     def launch(self, number: int, settings: Settings, until: Until, observer: Observer) -> Launched:
-        device = self._target.device
+        device = self._target.home
         written, self._outcome, self._cache = self._loop(
             self._target.params,
             self._cache,
@@ -99,4 +99,4 @@ class Autoregressive:
         return nullcontext(1)
 
     def release(self, slot: int) -> None:
-        self._outcome = self._end_row(self._outcome, jax.device_put(slot, self._target.device))
+        self._outcome = self._end_row(self._outcome, jax.device_put(slot, self._target.home))

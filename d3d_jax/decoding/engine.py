@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from d3d_jax.config import DecodeConfig, SamplingParams, from_mapping
@@ -18,7 +17,7 @@ from d3d_jax.decoding.asynchronous import Asynchronous
 from d3d_jax.decoding.autoregressive import Autoregressive
 from d3d_jax.decoding.loading import open_pair, sampling_defaults
 from d3d_jax.decoding.observer import Observer, StepByStep
-from d3d_jax.decoding.placement import Model, Placed, Side, attention_of, check_pair, check_prompt
+from d3d_jax.decoding.placement import Devices, Model, Placed, Side, as_devices, attention_of, check_pair, check_prompt
 from d3d_jax.decoding.programs import Drafting
 from d3d_jax.decoding.prompt_chunks import plan, sizes_for
 from d3d_jax.decoding.request import Request
@@ -54,7 +53,8 @@ class Engine:
     Args:
         target, drafter: the models; the drafter may be None for mode `ar`.
         decode: mode, block size and policies.
-        devices: of target and drafter; the same device twice is one device.
+        devices: of target and drafter; the same device twice is one device. Several of one model, as a list, split its
+            matrices and its cache between them (tensor parallelism).
         max_len: cache slots of each row: prompt, new tokens, and two blocks.
         max_batch: rows, the prompts that are decoded at one time; more wait for their turn.
         num_token_ids: ids that the tokenizer knows; the drafter offers no others.
@@ -71,7 +71,7 @@ class Engine:
         drafter: Model | None,
         decode: DecodeConfig,
         *,
-        devices: tuple[jax.Device, jax.Device],
+        devices: tuple[Devices, Devices],
         max_len: int,
         num_token_ids: int,
         max_batch: int = 1,
@@ -81,7 +81,7 @@ class Engine:
     ):
         check_pair(target, drafter, decode, num_token_ids)
         dtype = jnp.dtype(dtype)
-        attention = attention_of(target.config, decode, devices[0], dtype)
+        attention = attention_of(target.config, decode, as_devices(devices[0])[0], dtype)
         if max_batch < 1:
             raise CapacityError(f"max_batch={max_batch}; an engine has at least one row")
         self.decode, self.max_len, self.max_batch = decode, max_len, max_batch
@@ -89,7 +89,7 @@ class Engine:
         self._stop_ids, self._config = tuple(stop_ids), target.config
         side, how = None, None
         if decode.mode != "ar" and drafter is not None and drafter.drafter is not None:
-            draft_attention = attention_of(drafter.config, decode, devices[1], dtype)
+            draft_attention = attention_of(drafter.config, decode, as_devices(devices[1])[0], dtype)
             side = Side.place(drafter, devices[1], max_len, dtype, draft_attention)
             how = Drafting(drafter.config, drafter.drafter, decode, num_token_ids, draft_attention)
         placed = Placed(Side.place(target, devices[0], max_len, dtype, attention), side, how, decode, max_batch)
@@ -107,7 +107,7 @@ class Engine:
         draft: str | Path | None = None,
         *,
         mode: str | None = None,
-        devices: tuple[jax.Device, jax.Device] | None = None,
+        devices: tuple[Devices, Devices] | None = None,
         block_size: int | None = None,
         max_batch: int = 1,
         max_len: int | None = None,
@@ -141,7 +141,7 @@ class Engine:
         if max_len is None:
             max_len = min(pair.target.config.max_position_embeddings, 4096) + slots_past_end(decode.block_size)
         devices = devices or device_pair(None)
-        pair.check_attention(decode, devices, dtype)
+        pair.check_devices(decode, devices, dtype)
         loaded = pair.load(dtype)
         return cls(
             loaded.target,

@@ -14,7 +14,7 @@ from d3d_jax.checkpoints.hf_config import has_drafter_config, read_drafter_confi
 from d3d_jax.checkpoints.special_tokens import check_mask_id, read_eos_ids, read_json, read_pad_ids
 from d3d_jax.config import DecodeConfig, DrafterConfig, ModelConfig, SamplingParams
 from d3d_jax.data.chat import load_tokenizer
-from d3d_jax.decoding.placement import Model, attention_of, check_pair
+from d3d_jax.decoding.placement import Devices, Model, as_devices, attention_of, check_pair, check_split
 from d3d_jax.errors import CheckpointError, CompatibilityError, ConfigError
 
 
@@ -58,15 +58,17 @@ class OpenedPair:
         drafter_model = models[1] if len(models) > 1 else None
         return LoadedPair(models[0], drafter_model, self.tokenizer, self.stop_ids, self.num_token_ids)
 
-    def check_attention(self, decode: DecodeConfig, devices: tuple[jax.Device, jax.Device], dtype: Any) -> None:
-        """Refuse a backend of attention that cannot serve a model on its device; both devices are of one kind.
+    def check_devices(self, decode: DecodeConfig, devices: tuple[Devices, Devices], dtype: Any) -> None:
+        """Refuse devices that a model cannot be split over, and a backend of attention that cannot serve it there.
 
         Raises:
-            CompatibilityError: with the reason and the backends that can.
+            CompatibilityError: with the reason, and what can be done.
         """
-        for source, device in zip((self.target, self.drafter), devices, strict=True):
+        sides = zip(("target", "drafter"), (self.target, self.drafter), map(as_devices, devices), strict=True)
+        for name, source, several in sides:
             if source is not None:
-                attention_of(source.config, decode, device, as_dtype(dtype))
+                check_split(source.config, len(several), f"the {name}")
+                attention_of(source.config, decode, several[0], as_dtype(dtype))
 
     def tensor_count(self) -> int:
         """Stored tensors that loading reads, for a progress bar."""

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import wraps
+from typing import Any, cast
 
 import jax
 import numpy as np
+from jax.sharding import Mesh, NamedSharding
 
-from d3d_jax.config import AttentionConfig, DecodeConfig, DrafterConfig, ModelConfig, SamplingParams
+from d3d_jax.config import AttentionConfig, DecodeConfig, DrafterConfig, MeshConfig, ModelConfig, SamplingParams
 from d3d_jax.decoding.programs import Drafting
 from d3d_jax.decoding.sampling import Sampling, as_columns
 from d3d_jax.decoding.state import Stop
+from d3d_jax.devices.mesh import make_mesh
+from d3d_jax.devices.sharding import replicated, spec, tree_shardings
 from d3d_jax.errors import CapacityError, CompatibilityError
 from d3d_jax.models.attention import AUTO, DECODE, resolve_attention
 from d3d_jax.models.cache import KVCache, empty_cache
-from d3d_jax.models.qwen3 import Params, for_decoding
+from d3d_jax.models.qwen3 import Params, decoding_table, for_decoding
 
 STOP_IDS = 8  # a row's stop ids are padded to a multiple of this
 NO_TOKEN = -1
@@ -31,30 +35,100 @@ class Model:
     drafter: DrafterConfig | None = None
 
 
+Devices = jax.Device | Sequence[jax.Device]
+"""Of one model: a single one, or several that its matrices are split over."""
+
+
 @dataclass(frozen=True)
 class Side:
-    """One model on its device, in the decoding form."""
+    """One model on its device or devices, in the decoding form.
+
+    home: where small arrays go, such as tokens: the device, or whole on each of several.
+    """
 
     config: ModelConfig
     params: Params
-    device: jax.Device
+    home: jax.Device | NamedSharding
     max_len: int
     dtype: Any
     attention: AttentionConfig = AUTO
 
     @classmethod
-    def place(
-        cls, model: Model, device: jax.Device, max_len: int, dtype: Any, attention: AttentionConfig = AUTO
-    ) -> Side:
-        params = jax.device_put(for_decoding(model.params, dtype), device)
-        return cls(model.config, params, device, max_len, dtype, attention)
+    def place(cls, model: Model, devices: Devices, max_len: int, dtype: Any, attention: AttentionConfig = AUTO) -> Side:
+        """Raises CompatibilityError when the model cannot be split over so many devices."""
+        several = as_devices(devices)
+        params = for_decoding(model.params, dtype)
+        if len(several) == 1:
+            return cls(model.config, jax.device_put(params, several[0]), several[0], max_len, dtype, attention)
+        check_split(model.config, len(several))
+        mesh = make_mesh(MeshConfig(1, 1, len(several)), several)
+        params = jax.device_put(params, tree_shardings(mesh, decoding_table(model.config)))
+        return cls(model.config, params, replicated(mesh), max_len, dtype, attention)
 
     def fixed(self) -> dict[str, Any]:
         """What the target's programs are compiled for."""
         return {"config": self.config, "attention": self.attention}
 
     def cache(self, batch: int) -> KVCache:
-        return jax.device_put(empty_cache(self.config, batch, self.max_len, self.dtype), self.device)
+        empty = empty_cache(self.config, batch, self.max_len, self.dtype)
+        if not isinstance(self.home, NamedSharding):
+            return jax.device_put(empty, self.home)
+        return jax.device_put(empty, _layout(empty, self.home))
+
+    def compiled(self, function: Callable, **options: Any) -> Callable:
+        """`jax.jit(function, **options)` for this side's programs.
+
+        On several devices caches stay split by their heads and everything else is whole on each of them, so that what
+        one program gives is laid out as the next one takes it, and nothing is compiled twice.
+        """
+        home = self.home
+        if not isinstance(home, NamedSharding):
+            return jax.jit(function, **options)
+
+        @wraps(function)
+        def laid_out(*args: Any, **kwargs: Any) -> Any:
+            results = function(*args, **kwargs)
+            return jax.lax.with_sharding_constraint(results, _layout(results, home))
+
+        program, mesh = jax.jit(laid_out, **options), cast(Mesh, home.mesh)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with jax.set_mesh(mesh):
+                return program(*args, **kwargs)
+
+        return call
+
+
+def as_devices(devices: Devices) -> tuple[jax.Device, ...]:
+    return (devices,) if isinstance(devices, jax.Device) else tuple(devices)
+
+
+def check_split(config: ModelConfig, parts: int, name: str = "the model") -> None:
+    """Refuse a model whose heads, matrices or vocabulary do not come out even over `parts` devices.
+
+    Raises:
+        CompatibilityError: naming all that do not.
+    """
+    fields = ("num_key_value_heads", "num_attention_heads", "intermediate_size", "vocab_size")
+    uneven = [f"{field}={getattr(config, field)}" for field in fields if getattr(config, field) % parts]
+    if uneven:
+        raise CompatibilityError(
+            f"{name} cannot be split over {parts} devices: {', '.join(uneven)} must be a multiple of {parts}; "
+            "use fewer devices for it"
+        )
+
+
+def _layout(tree: Any, home: NamedSharding) -> Any:
+    """Caches by heads, the rest whole on each device."""
+    by_heads: Any = NamedSharding(home.mesh, spec((None, "kv_heads")))
+    whole: Any = home
+
+    def place(node: Any) -> Any:
+        if not isinstance(node, KVCache):
+            return whole
+        return KVCache(tuple(by_heads for _ in node.k), tuple(by_heads for _ in node.v), whole)
+
+    return jax.tree.map(place, tree, is_leaf=lambda node: isinstance(node, KVCache))
 
 
 @dataclass(frozen=True)
@@ -75,7 +149,7 @@ class Placed:
 
 
 class Settings:
-    """What ends and samples each row: kept on the host, copied to a device when it has changed."""
+    """What ends and samples each row: kept on the host, copied to a side's `home` when it has changed."""
 
     def __init__(self, rows: int):
         self._params = [SamplingParams()] * rows
@@ -102,14 +176,14 @@ class Settings:
             self._params[slot] = SamplingParams()
             self._copies.clear()
 
-    def sampling(self, device: jax.Device) -> Sampling | None:
+    def sampling(self, device: Any) -> Sampling | None:
         """None when every row is greedy."""
         return self._copy("sampling", device, lambda: as_columns(self._params))
 
-    def stop(self, device: jax.Device) -> Stop:
+    def stop(self, device: Any) -> Stop:
         return self._copy("stop", device, lambda: Stop(self._ids, self._limit))  # pyright: ignore[reportArgumentType]
 
-    def _copy(self, name: str, device: jax.Device, make: Callable[[], Any]) -> Any:
+    def _copy(self, name: str, device: Any, make: Callable[[], Any]) -> Any:
         if (name, device) not in self._copies:
             self._copies[name, device] = jax.device_put(make(), device)
         return self._copies[name, device]

@@ -98,37 +98,37 @@ class Synchronous:
     def __init__(self, placed: Placed):
         drafter, how = placed.drafting()
         self._target, self._drafter = placed.target, drafter
-        self.compiled_loop = placed.target.device == drafter.device and not placed.decode.step_by_step
+        self.compiled_loop = placed.target.home == drafter.home and not placed.decode.step_by_step
         fixed = placed.target.fixed()
-        self._prefill_target = jax.jit(partial(prefill_target, **fixed), donate_argnums=2)
-        self._prefill_drafter = jax.jit(partial(prefill_previous, how=how), donate_argnums=2)
-        self._loop = jax.jit(partial(decode_synchronously, how=how, **fixed), donate_argnums=(2, 3))
-        self._draft = jax.jit(partial(draft, how=how), donate_argnums=3)
-        self._verify = jax.jit(partial(verify_recorded, **fixed), donate_argnums=4)
-        self._end_row = jax.jit(end_row)
+        self._prefill_target = placed.target.compiled(partial(prefill_target, **fixed), donate_argnums=2)
+        self._prefill_drafter = drafter.compiled(partial(prefill_previous, how=how), donate_argnums=2)
+        self._loop = placed.target.compiled(partial(decode_synchronously, how=how, **fixed), donate_argnums=(2, 3))
+        self._draft = drafter.compiled(partial(draft, how=how), donate_argnums=3)
+        self._verify = placed.target.compiled(partial(verify_recorded, **fixed), donate_argnums=4)
+        self._end_row = placed.target.compiled(end_row)
         self._cache, self._draft_cache = placed.target.cache(placed.rows), drafter.cache(placed.rows)
-        self._outcome = jax.device_put(Outcome.of_free_rows(placed.rows), placed.target.device)
-        self._previous = jax.device_put(jnp.zeros((placed.rows, how.drafter.block_size), jnp.int32), drafter.device)
-        self._nothing_foreseen = jax.device_put(jnp.zeros(placed.rows, bool), placed.target.device)
+        self._outcome = jax.device_put(Outcome.of_free_rows(placed.rows), placed.target.home)
+        self._previous = jax.device_put(jnp.zeros((placed.rows, how.drafter.block_size), jnp.int32), drafter.home)
+        self._nothing_foreseen = jax.device_put(jnp.zeros(placed.rows, bool), placed.target.home)
 
     def prefill(self, chunk: PromptChunk, settings: Settings) -> tuple[Launched, Any]:
         target, drafter = self._target, self._drafter
         self._cache, self._outcome, first = self._prefill_target(
             target.params,
-            jax.device_put(chunk, target.device),
+            jax.device_put(chunk, target.home),
             self._cache,
             self._outcome,
-            settings.sampling(target.device),
-            settings.stop(target.device),
+            settings.sampling(target.home),
+            settings.stop(target.home),
         )
         self._draft_cache, self._previous = self._prefill_drafter(
-            drafter.params, jax.device_put(chunk, drafter.device), self._draft_cache, self._previous
+            drafter.params, jax.device_put(chunk, drafter.home), self._draft_cache, self._previous
         )
         return Launched((first, self._outcome.done), read_first(int(chunk.slot))), (first, self._previous)
 
     def launch(self, number: int, settings: Settings, until: Until, observer: Observer) -> Launched:
         target, drafter = self._target, self._drafter
-        sampling, stop = settings.sampling(target.device), settings.stop(target.device)
+        sampling, stop = settings.sampling(target.home), settings.stop(target.home)
         if self.compiled_loop:
             emitted, self._previous, self._outcome, (self._cache, self._draft_cache) = self._loop(
                 target.params,
@@ -139,16 +139,16 @@ class Synchronous:
                 self._outcome,
                 sampling,
                 stop,
-                jax.device_put(until, target.device),
+                jax.device_put(until, target.home),
             )
             observer.launched("loop", "target", number, emitted)
             return Launched((*emitted, self._outcome.done), read_loop)
-        known = jax.device_put(self._outcome, drafter.device)
+        known = jax.device_put(self._outcome, drafter.home)
         self._previous, self._draft_cache = self._draft(
-            drafter.params, self._previous, known, self._draft_cache, settings.sampling(drafter.device)
+            drafter.params, self._previous, known, self._draft_cache, settings.sampling(drafter.home)
         )
         observer.launched("draft", "drafter", number, self._previous)
-        block = jax.device_put(self._previous, target.device)
+        block = jax.device_put(self._previous, target.home)
         self._cache, self._outcome, record = self._verify(
             target.params, block, self._nothing_foreseen, self._outcome, self._cache, sampling, stop
         )
@@ -159,4 +159,4 @@ class Synchronous:
         return nullcontext(1)
 
     def release(self, slot: int) -> None:
-        self._outcome = self._end_row(self._outcome, jax.device_put(slot, self._target.device))
+        self._outcome = self._end_row(self._outcome, jax.device_put(slot, self._target.home))

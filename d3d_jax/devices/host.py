@@ -78,10 +78,19 @@ def pick_devices(kind: str | None, count: int) -> tuple[jax.Device, ...]:
 
 def device_pair(kind: str | None) -> tuple[jax.Device, jax.Device]:
     """Devices of target and drafter: two where there are two, else the one twice. Raises as :func:`pick_devices`."""
-    first = pick_devices(kind, 1)[0]
+    (target,), drafter = device_groups(kind, 1)
+    return target, drafter
+
+
+def device_groups(kind: str | None, parts: int) -> tuple[tuple[jax.Device, ...], jax.Device]:
+    """So many devices for the target, and the next one for the drafter, or the target's first where there is none.
+
+    Raises as :func:`pick_devices`.
+    """
+    target = pick_devices(kind, parts)
     import jax
 
-    return first, [*jax.devices(first.platform), first][1]
+    return target, [*jax.devices(target[0].platform), *target][parts]
 
 
 def describe(devices: tuple[jax.Device, ...]) -> str:

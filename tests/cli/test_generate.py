@@ -127,6 +127,7 @@ def test_a_damaged_pair_is_one_line_before_work_starts(damage, said, own_pair, n
         (["--device", "tpu"], "no tpu device is there"),
         (["--mode", "ar"], "--mode ar uses no drafter"),
         (["--mode", "sync", "--miss", "keep", "--bonus", "both"], "--miss, --bonus: for --mode async alone"),
+        (["--tensor-parallel", "3"], "the target cannot be split over 3 devices: num_key_value_heads=2"),
         (["--candidates", "2"], "--candidates is for anchored successors; add --bonus anchored"),
         (["--bonus", "both", "--row-budget", "9"], "4 masked and one anchored successor of 4 tokens take 20 rows"),
         (["--outcomes", 9], "outcomes=9 must be 'all', 'auto' or 1..block_size=4"),
