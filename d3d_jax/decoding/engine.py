@@ -219,6 +219,11 @@ class Engine:
             self._scheduler.submit(request)
         return request
 
+    @property
+    def idle(self) -> bool:
+        """Nothing is under way and nothing waits."""
+        return self._scheduler.idle
+
     def cancel(self, request: Request) -> None:
         """Take a request out, wherever it is."""
         with self._lock:
