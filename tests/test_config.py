@@ -91,7 +91,7 @@ def test_a_config_written_out_reads_back_the_same(file):
         ({"batch_sise": 4}, "unknown key 'batch_sise' for TrainConfig; did you mean 'batch_size'?"),
         ({"optimizer": {"learningrate": 1}}, "unknown key 'optimizer.learningrate' .*'learning_rate'"),
         ({"model": {**MODEL, "rope": {"theta": 1e6, "beta": 1}}}, r"unknown key 'model.rope.beta'"),
-        ({"loss": {"zzz": 1}}, "unknown key 'loss.zzz' .*known: ar_weight, chunk, gamma, prompt_weight"),
+        ({"loss": {"zzz": 1}}, "unknown key 'loss.zzz' .*known: ar_weight, chunk, gamma, kd_weight, prompt_weight"),
         ({"objective": "dflash"}, "objective='dflash': expected 'ar' or 'd3d'"),
         ({"steps": "many"}, "steps='many': expected int"),
         ({"steps": 2.5}, "steps=2.5: expected int"),
