@@ -26,6 +26,7 @@ test: $(STAMP)-test ## run the tests; ARGS='-m "not slow"' narrows them
 
 test-aot: $(STAMP)-test ## compile the kernels for TPU and GPU without one; skips compilers that are not installed
 	$(BIN)/pytest kernels/tests -m aot $(ARGS)
+	$(BIN)/pytest tests/benchmarks/test_compiled_programs.py -m aot $(ARGS)
 
 lint: $(STAMP)-dev ## check style and format
 	$(BIN)/ruff check

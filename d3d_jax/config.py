@@ -1,4 +1,4 @@
-"""Configuration: frozen dataclasses, read from YAML files and `a.b=c` overrides by `mapping`.
+"""Configuration: frozen dataclasses, read from YAML files by `config_files`.
 
 Field names are those of the ecosystem (transformers for models, docs/algorithm.md for the rest).
 """
@@ -9,10 +9,25 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Literal
 
+from d3d_jax.config_files import from_mapping, load, to_mapping
 from d3d_jax.errors import ConfigError
-from d3d_jax.mapping import from_mapping as from_mapping
-from d3d_jax.mapping import load as load
-from d3d_jax.mapping import to_mapping as to_mapping
+
+__all__ = [
+    "AttentionConfig",
+    "BlockConfig",
+    "DecodeConfig",
+    "DrafterConfig",
+    "LossConfig",
+    "MeshConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "RopeConfig",
+    "SamplingParams",
+    "TrainConfig",
+    "from_mapping",
+    "load",
+    "to_mapping",
+]
 
 
 @dataclass(frozen=True)
@@ -142,6 +157,26 @@ class SamplingParams:
 
 
 @dataclass(frozen=True)
+class AttentionConfig:
+    """What computes attention.
+
+    `backend`: one of `d3d_kernels.BACKENDS`, which is used or refused, never replaced; `auto` is that of the device
+    that the model lies on (on CPU `xla`). `interpret`: run the named kernels on the CPU, slowly and with the same
+    arithmetic; for tests.
+    """
+
+    backend: Literal["auto", "xla", "mosaic_gpu", "triton", "mosaic_tpu"] = "auto"
+    interpret: bool = False
+
+    def __post_init__(self) -> None:
+        if self.interpret and self.backend not in ("triton", "mosaic_tpu"):
+            raise ConfigError(
+                f"attention.interpret runs a kernel of triton or mosaic_tpu on the CPU, but attention.backend is "
+                f"{self.backend!r}; name one of the two, or leave interpret out"
+            )
+
+
+@dataclass(frozen=True)
 class DecodeConfig:
     """One way of decoding.
 
@@ -149,28 +184,64 @@ class DecodeConfig:
     outcome while the target verifies). `block_size` G. `outcomes`: how many outcomes of a block get a
     successor, `all` or the M likeliest. `miss`: verify the kept tail, or draft again, when the bonus token
     was not foreseen. `ban_rejected`: a successor never starts with the token just rejected.
+    `bonus`: how a successor's first token is drafted: `masked` leaves it open, `anchored` gives it, once for each of
+    the `candidates` likeliest bonus tokens of an outcome, `both` does both. `row_budget`: most masked and anchored rows
+    of a packed pass, each successor being `block_size` of them; the likeliest outcomes and candidates are drafted.
     `on_draft_failure`: raise, or let the target decode alone from there on, with a warning and the same tokens.
     `step_by_step`: wait after every program; the same tokens and round trace, for tests and timing.
+    `attention`: what computes attention, of both models.
     """
 
     mode: Literal["ar", "sync", "async"] = "async"
     block_size: int = 16
-    outcomes: Literal["all"] | int = "all"
-    miss: Literal["keep", "redraft"] = "redraft"
+    outcomes: Literal["all", "auto"] | int = "all"
+    miss: Literal["keep", "redraft", "auto"] = "redraft"
     ban_rejected: bool = True
+    bonus: Literal["masked", "anchored", "both"] = "masked"
+    candidates: int = 2
+    row_budget: int | None = None
     draft_sampling: Literal["argmax", "gumbel"] = "argmax"
     on_draft_failure: Literal["error", "plain"] = "error"
     step_by_step: bool = False
     lookahead: int = 2
+    attention: AttentionConfig = field(default_factory=AttentionConfig)
     sampling: SamplingParams = field(default_factory=SamplingParams)
 
     def __post_init__(self) -> None:
         if self.mode != "ar" and self.block_size < 2:
             raise ConfigError(f"block_size={self.block_size}: a block is one anchor and at least one draft")
-        if self.outcomes != "all" and not 1 <= self.outcomes <= self.block_size:
-            raise ConfigError(f"outcomes={self.outcomes} must be 'all' or 1..block_size={self.block_size}")
+        if isinstance(self.outcomes, int) and not 1 <= self.outcomes <= self.block_size:
+            raise ConfigError(f"outcomes={self.outcomes} must be 'all', 'auto' or 1..block_size={self.block_size}")
+        if self.candidates < 1:
+            raise ConfigError(f"candidates={self.candidates}: at least one bonus token of an outcome is a candidate")
+        if self.bonus == "masked" and self.row_budget is not None:
+            raise ConfigError(f"row_budget={self.row_budget} is for anchored successors; set outcomes=M, or bonus")
+        if self.bonus == "anchored" and self.outcomes != "all":
+            raise ConfigError(
+                f"outcomes={self.outcomes} counts successors that leave the bonus open, and bonus='anchored' has none; "
+                "set row_budget, or bonus='both'"
+            )
+        if self.bonus != "masked" and self.row_budget is not None:
+            masked = (
+                self.outcomes if isinstance(self.outcomes, int) else 1 if self.bonus == "anchored" else self.block_size
+            )
+            if self.row_budget < (masked + 1) * self.block_size:
+                raise ConfigError(
+                    f"row_budget={self.row_budget}: {masked} masked and one anchored successor of {self.block_size} "
+                    f"tokens take {(masked + 1) * self.block_size} rows"
+                )
         if self.lookahead < 1:
             raise ConfigError(f"lookahead={self.lookahead}: at least one round must be in flight")
+
+    @property
+    def num_candidates(self) -> int:
+        """k, candidates that are kept for each place of a drafted block."""
+        return 0 if self.bonus == "masked" else self.candidates
+
+    @property
+    def ranks_branches(self) -> bool:
+        """Whether the drafter's confidence is needed, to choose what is drafted ahead."""
+        return self.outcomes != "all" or self.bonus != "masked"
 
 
 @dataclass(frozen=True)
@@ -275,6 +346,7 @@ class TrainConfig:
     """One training run.
 
     `objective`: `ar` is the plain next-token loss (how the embedded target is made), `d3d` the drafter's.
+    `train_data`, `validation_data`: a JSONL file or a folder of `d3d dataset`, or a list of them.
     `init`: a HF folder to start from, or None with `model` for fresh weights. `init_layers` picks layers of it.
     `dtype`: computation; master weights are float32. `micro_batches`: parts that a batch is computed in, one after
     the other, to need less memory; the step is that of the whole batch. `frozen`: parameters that stay as they are,
@@ -284,12 +356,12 @@ class TrainConfig:
     """
 
     objective: Literal["ar", "d3d"]
-    train_data: str
+    train_data: str | tuple[str, ...]
     output_dir: str
     steps: int
     batch_size: int
     row_length: int = 512
-    validation_data: str | None = None
+    validation_data: str | tuple[str, ...] | None = None
     model: ModelConfig | None = None
     init: str | None = None
     init_layers: tuple[int, ...] | None = None
@@ -309,6 +381,7 @@ class TrainConfig:
     acceptance_rows: int = 32
     log_every: int = 10
     mesh: MeshConfig = field(default_factory=MeshConfig)
+    attention: AttentionConfig = field(default_factory=AttentionConfig)
     blocks: BlockConfig = field(default_factory=BlockConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)

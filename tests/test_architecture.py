@@ -15,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 LEVELS = (
-    {"dims", "errors", "mapping", "config"},
+    {"dims", "errors", "config", "config_files"},
     {"devices"},
     {"d3d_kernels", "models"},
     {"checkpoints", "acceptance"},
@@ -58,18 +58,43 @@ def imported_modules(tree: ast.AST, module: str, is_package: bool) -> Iterator[t
                 yield node.lineno, node.args[0].value
 
 
-def arrows(root: Path) -> Iterator[tuple[str, str, str]]:
-    """(place, room, imported room) for every import that leaves a room; the place is ``file:line``."""
+def imports(root: Path) -> Iterator[tuple[str, str, str]]:
+    """(place, module, imported name) of all code; the place is ``file:line``."""
     for package, folder in PACKAGES.items():
         for path in sorted((root / folder).rglob("*.py")):
             parts = [package, *path.relative_to(root / folder).with_suffix("").parts]
             is_package = parts[-1] == "__init__"
             module = ".".join(parts[:-1] if is_package else parts)
-            source = room_of(module) or package
             for line, name in imported_modules(ast.parse(path.read_text("utf-8")), module, is_package):
-                target = room_of(name)
-                if target is not None and target != source:
-                    yield f"{path.relative_to(root)}:{line}", source, target
+                yield f"{path.relative_to(root)}:{line}", module, name
+
+
+def arrows(root: Path) -> Iterator[tuple[str, str, str]]:
+    """(place, room, imported room) for every import that leaves a room."""
+    for place, module, name in imports(root):
+        source, target = room_of(module) or module.split(".")[0], room_of(name)
+        if target is not None and target != source:
+            yield place, source, target
+
+
+def circle(graph: dict[str, set[str]]) -> str:
+    """A circle of the graph in words; empty when there is none."""
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return " <- ".join(error.args[1])
+    return ""
+
+
+def circle_of_files(root: Path) -> str:
+    """Modules that import each other in a circle, also from inside functions; a package's face is not counted."""
+    found = [(module, name) for _, module, name in imports(root)]
+    modules, graph = {module for module, _ in found}, {}
+    for module, name in found:
+        target = name if name in modules else name.rpartition(".")[0]
+        if target in modules - {module, *PACKAGES}:
+            graph.setdefault(module, set()).add(target)
+    return circle(graph)
 
 
 def wrong_arrows(root: Path) -> list[str]:
@@ -91,10 +116,8 @@ def wrong_arrows(root: Path) -> list[str]:
             graph.setdefault(source, set()).add(target)
         if fault:
             faults.append(f"{place}: {source} imports {target}: {fault}")
-    try:
-        TopologicalSorter(graph).prepare()
-    except CycleError as error:
-        faults.append(f"rooms import each other in a circle: {' <- '.join(error.args[1])}")
+    if found := circle(graph):
+        faults.append(f"rooms import each other in a circle: {found}")
     return faults
 
 
@@ -127,6 +150,10 @@ def unwelcome_files(root: Path) -> list[str]:
 
 def test_no_arrow_runs_back():
     assert wrong_arrows(ROOT) == []
+
+
+def test_no_files_import_each_other_in_a_circle():
+    assert circle_of_files(ROOT) == ""
 
 
 def test_every_room_has_a_level_and_is_a_package():
@@ -202,6 +229,20 @@ def test_a_planted_circle_between_rooms_is_caught(tmp_path):
     )
     (fault,) = wrong_arrows(tmp_path)
     assert "in a circle" in fault and "data" in fault and "pruning" in fault
+
+
+def test_a_planted_circle_between_files_of_a_room_is_caught(tmp_path):
+    plant(
+        tmp_path,
+        {
+            "d3d_jax/data/builder.py": "from d3d_jax.data.documents import Row\nimport numpy",
+            "d3d_jax/data/documents.py": "def load():\n    from d3d_jax.data import builder",
+            "d3d_jax/data/rows.py": "import d3d_jax.data.builder",
+        },
+    )
+    assert {"d3d_jax.data.builder", "d3d_jax.data.documents"} <= set(circle_of_files(tmp_path).split(" <- "))
+    (tmp_path / "d3d_jax/data/documents.py").write_text("import numpy")
+    assert circle_of_files(tmp_path) == ""
 
 
 def test_a_planted_room_file_or_name_is_caught(tmp_path):

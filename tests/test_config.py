@@ -100,7 +100,7 @@ def test_a_config_written_out_reads_back_the_same(file):
         ({"optimizer": {"b1": "x"}}, "optimizer.b1='x': expected float"),
         ({"optimizer": {"b1": True}}, "optimizer.b1=True: expected float"),
         ({"optimizer": 3}, "optimizer=3: expected OptimizerConfig"),
-        ({"train_data": 3}, "train_data=3: expected str"),
+        ({"train_data": 3}, "train_data=3: expected str | tuple"),
         ({"init_layers": ["a"]}, "init_layers=.*expected tuple"),
         (
             {"model": {k: v for k, v in MODEL.items() if k != "head_dim"}},

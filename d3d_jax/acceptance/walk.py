@@ -37,6 +37,11 @@ def samples(found: Everywhere, decode: DecodeConfig) -> list[Sample]:
             f"mode {decode.mode!r} with draft_sampling {decode.draft_sampling!r} cannot be told from text alone; "
             "use mode 'sync' or 'async' with draft_sampling 'argmax'"
         )
+    if decode.bonus != "masked" or "auto" in (decode.miss, decode.outcomes):
+        raise ConfigError(
+            f"bonus {decode.bonus!r}, miss {decode.miss!r} and outcomes {decode.outcomes!r} cannot be told from blocks "
+            "drafted everywhere; use bonus 'masked', and neither miss nor outcomes 'auto'"
+        )
     walked = []
     for row, count in enumerate(np.asarray(found.count)):
         entries = jax.tree.map(lambda x, row=row, count=count: np.asarray(x[row, :count]), found._replace(count=None))
@@ -51,7 +56,7 @@ def samples(found: Everywhere, decode: DecodeConfig) -> list[Sample]:
 def _walk(text: Everywhere, decode: DecodeConfig) -> list[Round]:
     """The rounds that lie wholly inside one response; entry 0 is the token that prefill gives."""
     rounds: list[Round] = []
-    limit = decode.block_size if decode.outcomes == "all" else decode.outcomes
+    limit = decode.outcomes if isinstance(decode.outcomes, int) else decode.block_size
     at, rejected, drafted = 0, None, True
     while True:
         hit, redraft = None, False

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 from d3d_jax.benchmarks.compile_counter import CompileCounter
 from d3d_jax.config import DecodeConfig, SamplingParams
 from d3d_jax.decoding.observer import Observer, Span
-from d3d_jax.decoding.prompt_chunks import plan
 from d3d_jax.decoding.state import Completion
 
 
@@ -22,7 +21,8 @@ class Decoder(Protocol):
     """What is measured: an engine, or in tests something that plays one."""
 
     decode: DecodeConfig
-    max_len: int
+
+    def warm_up(self, prompt_lengths: Sequence[int], params: Sequence[SamplingParams]) -> float: ...
 
     def generate(
         self,
@@ -42,10 +42,9 @@ class Task:
     stop_ids: tuple[int, ...]
     sampling: SamplingParams = field(default_factory=SamplingParams)
 
-    def params(self, most: int | None = None) -> SamplingParams:
-        """All settings of an output, of `most` tokens at most."""
-        tokens = self.max_new_tokens if most is None else min(most, self.max_new_tokens)
-        return replace(self.sampling, max_tokens=tokens, stop_token_ids=self.stop_ids, ignore_eos=True)
+    def params(self) -> SamplingParams:
+        """All settings of an output."""
+        return replace(self.sampling, max_tokens=self.max_new_tokens, stop_token_ids=self.stop_ids, ignore_eos=True)
 
     def run(self, engine: Decoder, prompt: Sequence[int], observer: Observer | None = None) -> Completion:
         """One prompt through one engine."""
@@ -115,18 +114,6 @@ class BenchRun:
     compilations_after: int = 0
 
 
-def warm_up(engine: Decoder, task: Task, prompts_of_each_size: Sequence[Sequence[int]]) -> None:
-    """Run every program once for each prompt, under the settings of `task`, so that all is compiled."""
-    for prompt in prompts_of_each_size:
-        engine.generate([prompt], task.params(most=4))
-
-
-def one_of_each_size(task: Task, max_len: int) -> list[tuple[int, ...]]:
-    """One prompt for each size of a prompt's chunks that occurs; each size has programs of its own."""
-    sizes = {size: prompt for prompt in reversed(task.prompts) for _, size in plan(len(prompt), max_len)}
-    return [sizes[size] for size in sorted(sizes)]
-
-
 def run_lanes(
     lanes: Mapping[str, Lane],
     task: Task,
@@ -153,7 +140,7 @@ def run_lanes(
         for name, lane in lanes.items():
             begin = clock()
             if id(lane.engine) not in warm:
-                warm_up(lane.engine, task, one_of_each_size(task, lane.engine.max_len))
+                lane.engine.warm_up([len(prompt) for prompt in task.prompts], [task.params()])
                 settle(devices)
                 warm.add(id(lane.engine))
             run.lanes[name].warm_up_s = clock() - begin

@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     from d3d_jax.decoding.engine import Engine
 
     err = Console(stderr=True)
-    loaded = load_with_progress(pair, args.dtype, err)
+    loaded = load_with_progress(pair, decode, devices, args.dtype, err)
     engine = Engine(
         loaded.target,
         None if decode.mode == "ar" else loaded.drafter,

@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
     task = Task(tuple(map(tuple, prompts)), args.max_new_tokens, pair.stop_ids, sampling)
     print_header(out, args, pair, devices)
 
-    loaded = load_with_progress(pair, DTYPE, err)
+    loaded = load_with_progress(pair, decode["async"], devices, DTYPE, err)
 
     from d3d_jax.decoding.engine import Engine
 

@@ -18,8 +18,10 @@ if TYPE_CHECKING:
     from d3d_jax.config import DecodeConfig, ModelConfig, SamplingParams
     from d3d_jax.decoding.loading import LoadedPair, OpenedPair
 
-DRAFTING = ("miss", "outcomes", "on_draft_failure")
+ASYNC_ONLY = ("miss", "outcomes", "bonus", "candidates", "row_budget")
+DRAFTING = (*ASYNC_ONLY, "on_draft_failure")
 IMAGES = (".png", ".svg", ".pdf")
+BACKENDS = ("auto", "xla", "mosaic_gpu", "triton", "mosaic_tpu")  # as AttentionConfig knows them
 SLOT_STEP = 64  # cache sizes are multiples of this, so that runs alike share their programs
 
 
@@ -35,8 +37,8 @@ def positive(text: str) -> int:
 
 
 def outcomes(text: str) -> str | int:
-    """`all`, or how many, for argparse."""
-    return text if text == "all" else positive(text)
+    """`all`, `auto`, or how many, for argparse."""
+    return text if text in ("all", "auto") else positive(text)
 
 
 def add_pair_arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,15 +68,34 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
 def add_drafting_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("drafting")
     group.add_argument(
-        "--miss", choices=("keep", "redraft"), help="async: what to do when a bonus token was not foreseen"
+        "--miss",
+        choices=("keep", "redraft", "auto"),
+        help="async: what to do when a bonus token was not foreseen; auto: what has been faster",
     )
-    group.add_argument("--outcomes", type=outcomes, metavar="all|M", help="draft for all outcomes, or the M likeliest")
+    group.add_argument(
+        "--outcomes",
+        type=outcomes,
+        metavar="all|M|auto",
+        help="draft for all outcomes, the M likeliest, or what is fastest",
+    )
+    group.add_argument(
+        "--bonus",
+        choices=("masked", "anchored", "both"),
+        help="a successor's first token: left open (default), given (a successor for each candidate), or both",
+    )
+    group.add_argument(
+        "--candidates", type=positive, metavar="K", help="bonus tokens of an outcome to anchor on (default: 2)"
+    )
+    group.add_argument("--row-budget", type=positive, metavar="N", help="most rows that successors may take in a pass")
     group.add_argument(
         "--on-draft-failure", choices=("error", "plain"), help="plain: the target goes on alone (default: error)"
     )
 
 
 def add_device_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--attention-backend", choices=BACKENDS, default="auto", help="used or refused (default: that of the device)"
+    )
     parser.add_argument("--device", choices=KINDS, help="refused when it is not there (default: the best that is)")
 
 
@@ -90,9 +111,14 @@ def decode_config(args: argparse.Namespace, mode: str, block_size: int | None, *
     from d3d_jax.config import DecodeConfig, from_mapping
 
     values = {name: value for name in DRAFTING if (value := getattr(args, name, None)) is not None}
+    values["attention"] = {"backend": args.attention_backend}
     if block_size is not None:
         values["block_size"] = block_size
     return from_mapping(DecodeConfig, {"mode": mode, **values, **fields})
+
+
+def flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
 def refuse_drafting_contradictions(args: argparse.Namespace) -> None:
@@ -108,10 +134,12 @@ def refuse_drafting_contradictions(args: argparse.Namespace) -> None:
     if args.mode == "ar" or (args.model_path and not args.draft_model_path):
         for name in (*DRAFTING, "block_size"):
             if getattr(args, name) is not None:
-                flag = "--" + name.replace("_", "-")
-                raise ConfigError(f"{flag} is for drafting, but there is no drafter; leave it out, or give one")
-    if args.mode == "sync" and (args.miss or args.outcomes):
-        raise ConfigError("--miss and --outcomes are for --mode async; leave them out")
+                raise ConfigError(f"{flag(name)} is for drafting, but there is no drafter; leave it out, or give one")
+    given = [flag(name) for name in ASYNC_ONLY if getattr(args, name) is not None]
+    if args.mode == "sync" and given:
+        raise ConfigError(f"{', '.join(given)}: for --mode async alone; leave them out")
+    if args.candidates is not None and args.bonus in (None, "masked"):
+        raise ConfigError("--candidates is for anchored successors; add --bonus anchored or --bonus both")
 
 
 def open_chosen_pair(args: argparse.Namespace) -> tuple[OpenedPair, DecodeConfig]:
@@ -189,8 +217,11 @@ def check_image(path: str | None, flag: str) -> None:
         raise ConfigError(f"{flag} {path}: expected a name that ends in one of {', '.join(IMAGES)}")
 
 
-def load_with_progress(pair: OpenedPair, dtype: str, console: Console) -> LoadedPair:
-    """Load the tensors under a progress bar."""
+def load_with_progress(
+    pair: OpenedPair, decode: DecodeConfig, devices: tuple[jax.Device, jax.Device], dtype: str, console: Console
+) -> LoadedPair:
+    """Load the tensors under a progress bar, once it is certain that the devices can compute with them."""
+    pair.check_attention(decode, devices, dtype)
     with progress_bar(console, "loading", pair.tensor_count()) as advance:
         return pair.load(dtype, on_tensor=lambda name: advance())
 

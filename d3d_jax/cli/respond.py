@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from d3d_jax.cli.pair_options import (
     add_device_argument,
     add_sampling_arguments,
+    decode_config,
     load_with_progress,
     positive,
     progress_bar,
@@ -52,7 +53,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from d3d_jax.config import DecodeConfig
     from d3d_jax.data.prompts import load_conversations
     from d3d_jax.data.responses import Counts, OnAnswer, Question, questions_of, respond, with_top_logprobs
     from d3d_jax.decoding.loading import open_pair
@@ -79,11 +79,12 @@ def run(args: argparse.Namespace) -> int:
     from d3d_jax.decoding.engine import Engine
 
     err = Console(stderr=True)
-    loaded = load_with_progress(pair, args.dtype, err)
+    decode = decode_config(args, "ar", None)
+    loaded = load_with_progress(pair, decode, devices, args.dtype, err)
     engine = Engine(
         loaded.target,
         None,
-        DecodeConfig(mode="ar"),
+        decode,
         devices=(devices[0], devices[0]),
         max_len=args.max_len,
         max_batch=args.batch_size,
@@ -131,12 +132,13 @@ def _label(args: argparse.Namespace, pair: OpenedPair, device: Any, shard: tuple
     import jax.numpy as jnp
     from rich.console import Console
 
+    from d3d_jax.config import DecodeConfig
     from d3d_jax.data.documents import read_rows
     from d3d_jax.data.responses import label
     from d3d_jax.data.top_logprobs import Teacher
 
     err, dropped = Console(stderr=True), []
-    target = load_with_progress(pair, args.dtype, err).target
+    target = load_with_progress(pair, DecodeConfig(mode="ar"), (device, device), args.dtype, err).target
     teacher = Teacher(target.params, target.config, args.top_logprobs, args.batch_size, device, jnp.dtype(args.dtype))
 
     def rows() -> Iterator[Row]:

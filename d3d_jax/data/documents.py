@@ -1,4 +1,4 @@
-"""Training rows from JSONL, conversations as text or responses with their token ids, or from a built dataset folder."""
+"""Training rows from JSONL: conversations as text, or responses with their token ids."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 
 from d3d_jax.data.chat import encode_dialogue
-from d3d_jax.data.packing import Document, Top
+from d3d_jax.data.packing import Top
 from d3d_jax.data.prompts import load_conversations, records
-from d3d_jax.data.rows import Documents
 from d3d_jax.errors import DataError
 
 
@@ -84,44 +83,6 @@ def read_rows(path: str | Path, tokenizer: Any | None, on_drop: OnDrop, enable_t
                 continue
             name = conversation.id if number == 1 else f"{conversation.id}/{number}"
             yield Row(name, np.asarray(ids, np.int32), prompt_length)
-
-
-def load_documents(path: str | Path, tokenizer: Any | None, vocab_size: int, *, top: bool = False) -> Documents:
-    """The documents of a JSONL file (see :func:`read_rows`, thinking off), or of a folder made by `d3d dataset`.
-
-    Those of a file are kept in memory, those of a folder read when they are asked for.
-
-    top: with the target's likeliest tokens, which are left out otherwise.
-
-    Raises:
-        DataError: for a file or folder that is none, a turn that cannot be used, ids outside the vocabulary, likeliest
-            tokens that are wanted and not there, or text without a tokenizer.
-    """
-    if Path(path).is_dir():
-        from d3d_jax.data.builder import read_dataset
-
-        documents, highest = read_dataset(path, top=top)
-    else:
-        kept = [
-            Document(row.ids, row.prompt_length, row.top if top else None)
-            for row in read_rows(path, tokenizer, _refuse_unless_empty)
-        ]
-        if not kept:
-            raise DataError(f"{path}: no row has a response")
-        if top and any(document.top is None for document in kept):
-            raise DataError(f"{path}: {NO_TOP}")
-        highest = max(int(document.ids.max()) for document in kept)
-        documents = Documents(np.array([(len(d.ids), d.prompt_length) for d in kept]), kept.__getitem__)
-    if highest >= vocab_size:
-        raise DataError(
-            f"{path} holds token id {highest}, but the model has {vocab_size} rows: it was made with another tokenizer"
-        )
-    return documents
-
-
-def _refuse_unless_empty(where: str, reason: str) -> None:
-    if reason != EMPTY:
-        raise DataError(f"{where}: {reason}; mend it, or let `d3d dataset` leave such turns out and count them")
 
 
 def _encoded(where: str, record: dict) -> Row:

@@ -6,7 +6,7 @@ takes a few bytes. Reading is at random: a dataset folder is as good for it as m
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,6 +29,19 @@ class Documents:
         if not 0 <= index < len(self):
             raise IndexError(index)  # what ends a loop over them
         return self.read(index)
+
+    @classmethod
+    def joined(cls, parts: Sequence[Documents]) -> Documents:
+        """The documents of all parts, one part after the other."""
+        if len(parts) == 1:
+            return parts[0]
+        ends = np.cumsum([len(part) for part in parts])
+
+        def read(index: int) -> Document:
+            part = int(np.searchsorted(ends, index, side="right"))
+            return parts[part].read(index - int(ends[part]) + len(parts[part]))
+
+        return cls(np.concatenate([part.sizes for part in parts]), read)
 
 
 class Rows:

@@ -5,19 +5,21 @@ This is the baseline of every speed-up, so the whole loop is one program: no hos
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from d3d_jax.config import ModelConfig
+from d3d_jax.config import AttentionConfig, ModelConfig
 from d3d_jax.decoding.observer import Observer
 from d3d_jax.decoding.placement import Placed, Settings
 from d3d_jax.decoding.programs import prefill_target
 from d3d_jax.decoding.rounds import Launched, Until, Written, end_row, read_first, read_loop
 from d3d_jax.decoding.sampling import Sampling, choose, log_probability
 from d3d_jax.decoding.state import Outcome, PromptChunk, Stop
+from d3d_jax.models.attention import AUTO
 from d3d_jax.models.cache import KVCache
 from d3d_jax.models.qwen3 import Params, append, logits
 
@@ -30,12 +32,13 @@ def decode_autoregressively(
     stop: Stop,
     until: Until,
     config: ModelConfig,
+    attention: AttentionConfig = AUTO,
 ) -> tuple[Written, Outcome, KVCache]:
     """From each row's last token until every row is done, or `until`."""
 
     def body(carry: tuple) -> tuple:
         cache, (_, token, done), written, number = carry
-        hidden, cache = append(params, token[:, None], cache, config)
+        hidden, cache = append(params, token[:, None], cache, config, attention)
         length = cache.length + ~done
         scores = logits(params, hidden)
         following = choose(scores, length[:, None], sampling)
@@ -60,9 +63,9 @@ class Autoregressive:
 
     def __init__(self, placed: Placed):
         self._target = placed.target
-        config = placed.target.config
-        self._prefill = jax.jit(partial(prefill_target, config=config), donate_argnums=2)
-        self._loop = jax.jit(partial(decode_autoregressively, config=config), donate_argnums=1)
+        fixed = placed.target.fixed()
+        self._prefill = jax.jit(partial(prefill_target, **fixed), donate_argnums=2)
+        self._loop = jax.jit(partial(decode_autoregressively, **fixed), donate_argnums=1)
         self._end_row = jax.jit(end_row)
         self._cache = placed.target.cache(placed.rows)
         self._outcome = jax.device_put(Outcome.of_free_rows(placed.rows), placed.target.device)
@@ -91,6 +94,9 @@ class Autoregressive:
         )
         observer.launched("loop", "target", number, written)
         return Launched((written, None, None, self._outcome.done), read_loop)
+
+    def rehearsal(self) -> AbstractContextManager[int]:
+        return nullcontext(1)
 
     def release(self, slot: int) -> None:
         self._outcome = self._end_row(self._outcome, jax.device_put(slot, self._target.device))

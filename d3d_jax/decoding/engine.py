@@ -18,7 +18,7 @@ from d3d_jax.decoding.asynchronous import Asynchronous
 from d3d_jax.decoding.autoregressive import Autoregressive
 from d3d_jax.decoding.loading import open_pair, sampling_defaults
 from d3d_jax.decoding.observer import Observer, StepByStep
-from d3d_jax.decoding.placement import Model, Placed, Side, check_pair, check_prompt
+from d3d_jax.decoding.placement import Model, Placed, Side, attention_of, check_pair, check_prompt
 from d3d_jax.decoding.programs import Drafting
 from d3d_jax.decoding.prompt_chunks import plan, sizes_for
 from d3d_jax.decoding.request import Request
@@ -80,6 +80,8 @@ class Engine:
         dtype: Any = jnp.float32,
     ):
         check_pair(target, drafter, decode, num_token_ids)
+        dtype = jnp.dtype(dtype)
+        attention = attention_of(target.config, decode, devices[0], dtype)
         if max_batch < 1:
             raise CapacityError(f"max_batch={max_batch}; an engine has at least one row")
         self.decode, self.max_len, self.max_batch = decode, max_len, max_batch
@@ -87,9 +89,10 @@ class Engine:
         self._stop_ids, self._config = tuple(stop_ids), target.config
         side, how = None, None
         if decode.mode != "ar" and drafter is not None and drafter.drafter is not None:
-            side = Side.place(drafter, devices[1], max_len, dtype)
-            how = Drafting(drafter.config, drafter.drafter, decode, num_token_ids)
-        placed = Placed(Side.place(target, devices[0], max_len, dtype), side, how, decode, max_batch)
+            draft_attention = attention_of(drafter.config, decode, devices[1], dtype)
+            side = Side.place(drafter, devices[1], max_len, dtype, draft_attention)
+            how = Drafting(drafter.config, drafter.drafter, decode, num_token_ids, draft_attention)
+        placed = Placed(Side.place(target, devices[0], max_len, dtype, attention), side, how, decode, max_batch)
         plain = (lambda: Autoregressive(placed)) if side and decode.on_draft_failure == "plain" else None
         self._scheduler = Scheduler(
             lambda: MODES[decode.mode](placed), max_batch, max_len, decode.lookahead, fallback=plain
@@ -109,6 +112,7 @@ class Engine:
         max_batch: int = 1,
         max_len: int | None = None,
         dtype: str = "float32",
+        attention_backend: str = "auto",
         **policies: Any,
     ) -> Engine:
         """An engine from model folders.
@@ -119,6 +123,8 @@ class Engine:
             devices: of target and drafter; the best two there are when None.
             block_size: the drafter's own when None.
             max_len: cache slots of each row; when None, the target's context or 4,096 tokens, whichever is less.
+            attention_backend: what computes attention, one of `d3d_kernels.BACKENDS`, used or refused; `auto` is that
+                of each model's device. Short for the policy `attention={"backend": ...}`.
             policies: further fields of :class:`DecodeConfig`. The default sampling is the target's own, from its
                 generation_config.json.
 
@@ -128,17 +134,20 @@ class Engine:
         pair = open_pair(target, draft, block_size=block_size)
         mode = mode or ("async" if draft else "ar")
         size = {} if pair.block_size is None else {"block_size": pair.block_size}
-        decode = from_mapping(DecodeConfig, {"mode": mode, **size, **policies})
+        attention = {"attention": {"backend": attention_backend}}
+        decode = from_mapping(DecodeConfig, {"mode": mode, **size, **attention, **policies})
         if "sampling" not in policies:
             decode = replace(decode, sampling=sampling_defaults(target))
         if max_len is None:
             max_len = min(pair.target.config.max_position_embeddings, 4096) + slots_past_end(decode.block_size)
+        devices = devices or device_pair(None)
+        pair.check_attention(decode, devices, dtype)
         loaded = pair.load(dtype)
         return cls(
             loaded.target,
             None if mode == "ar" else loaded.drafter,
             decode,
-            devices=devices or device_pair(None),
+            devices=devices,
             max_len=max_len,
             num_token_ids=loaded.num_token_ids,
             max_batch=max_batch,
@@ -257,9 +266,12 @@ class Engine:
             advance: called after each of the `warm_up_steps`.
         """
         begin = time.perf_counter()
-        for length, setting in self._warm_ups(prompt_lengths, params):
-            self.generate([[0] * length], replace(setting, max_tokens=3, ignore_eos=True, stop=(), stop_token_ids=()))
-            advance()
+        with self._scheduler.rehearsal() as rounds:
+            for length, setting in self._warm_ups(prompt_lengths, params):
+                brief = replace(setting, max_tokens=3, ignore_eos=True, stop=(), stop_token_ids=())
+                for _ in range(rounds):
+                    self.generate([[0] * length], brief)
+                advance()
         return time.perf_counter() - begin
 
     def warm_up_steps(

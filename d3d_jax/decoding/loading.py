@@ -14,7 +14,7 @@ from d3d_jax.checkpoints.hf_config import has_drafter_config, read_drafter_confi
 from d3d_jax.checkpoints.special_tokens import check_mask_id, read_eos_ids, read_json, read_pad_ids
 from d3d_jax.config import DecodeConfig, DrafterConfig, ModelConfig, SamplingParams
 from d3d_jax.data.chat import load_tokenizer
-from d3d_jax.decoding.placement import Model, check_pair
+from d3d_jax.decoding.placement import Model, attention_of, check_pair
 from d3d_jax.errors import CheckpointError, CompatibilityError, ConfigError
 
 
@@ -57,6 +57,16 @@ class OpenedPair:
                 models.append(Model(source.config, params, drafter))
         drafter_model = models[1] if len(models) > 1 else None
         return LoadedPair(models[0], drafter_model, self.tokenizer, self.stop_ids, self.num_token_ids)
+
+    def check_attention(self, decode: DecodeConfig, devices: tuple[jax.Device, jax.Device], dtype: Any) -> None:
+        """Refuse a backend of attention that cannot serve a model on its device; both devices are of one kind.
+
+        Raises:
+            CompatibilityError: with the reason and the backends that can.
+        """
+        for source, device in zip((self.target, self.drafter), devices, strict=True):
+            if source is not None:
+                attention_of(source.config, decode, device, as_dtype(dtype))
 
     def tensor_count(self) -> int:
         """Stored tensors that loading reads, for a progress bar."""

@@ -9,11 +9,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from d3d_jax.config import DecodeConfig, DrafterConfig, ModelConfig, SamplingParams
+from d3d_jax.config import AttentionConfig, DecodeConfig, DrafterConfig, ModelConfig, SamplingParams
 from d3d_jax.decoding.programs import Drafting
 from d3d_jax.decoding.sampling import Sampling, as_columns
 from d3d_jax.decoding.state import Stop
 from d3d_jax.errors import CapacityError, CompatibilityError
+from d3d_jax.models.attention import AUTO, DECODE, resolve_attention
 from d3d_jax.models.cache import KVCache, empty_cache
 from d3d_jax.models.qwen3 import Params, for_decoding
 
@@ -39,11 +40,18 @@ class Side:
     device: jax.Device
     max_len: int
     dtype: Any
+    attention: AttentionConfig = AUTO
 
     @classmethod
-    def place(cls, model: Model, device: jax.Device, max_len: int, dtype: Any) -> Side:
+    def place(
+        cls, model: Model, device: jax.Device, max_len: int, dtype: Any, attention: AttentionConfig = AUTO
+    ) -> Side:
         params = jax.device_put(for_decoding(model.params, dtype), device)
-        return cls(model.config, params, device, max_len, dtype)
+        return cls(model.config, params, device, max_len, dtype, attention)
+
+    def fixed(self) -> dict[str, Any]:
+        """What the target's programs are compiled for."""
+        return {"config": self.config, "attention": self.attention}
 
     def cache(self, batch: int) -> KVCache:
         return jax.device_put(empty_cache(self.config, batch, self.max_len, self.dtype), self.device)
@@ -107,6 +115,15 @@ class Settings:
         return self._copies[name, device]
 
 
+def attention_of(config: ModelConfig, decode: DecodeConfig, device: jax.Device, dtype: Any) -> AttentionConfig:
+    """What computes a model's attention on its device.
+
+    Raises:
+        CompatibilityError: for a backend that cannot.
+    """
+    return resolve_attention(decode.attention, DECODE, config, dtype, device)
+
+
 def check_pair(target: Model, drafter: Model | None, decode: DecodeConfig, num_token_ids: int) -> None:
     """Refuse a pair and settings that do not go together.
 
@@ -127,6 +144,10 @@ def check_pair(target: Model, drafter: Model | None, decode: DecodeConfig, num_t
         raise CompatibilityError(
             f"target and drafter have {rows} and {drafter.config.vocab_size} vocabulary rows; they must share one "
             "tokenizer (to pad a checkpoint's vocabulary on purpose: d3d convert --pad-vocab-to)"
+        )
+    if decode.num_candidates >= num_token_ids:
+        raise CompatibilityError(
+            f"candidates={decode.num_candidates}, but the tokenizer has {num_token_ids} ids, one of which was drafted"
         )
     if decode.block_size != drafter.drafter.block_size:
         raise CompatibilityError(

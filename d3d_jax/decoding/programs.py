@@ -8,14 +8,16 @@ of that block is known (`advance`).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
-from d3d_jax.config import DecodeConfig, DrafterConfig, ModelConfig
-from d3d_jax.decoding.sampling import Sampling, choose, log_probability
-from d3d_jax.decoding.state import DraftState, Outcome, PromptChunk, Stop, Successors
+from d3d_jax.config import AttentionConfig, DecodeConfig, DrafterConfig, ModelConfig
+from d3d_jax.decoding.branches import NO_OUTCOME, choose_branches, num_branches, select, selected_odds
+from d3d_jax.decoding.sampling import Sampling, choose, log_probability, scores
+from d3d_jax.decoding.state import DraftState, Odds, Outcome, PromptChunk, Stop, Successors
+from d3d_jax.models.attention import AUTO
 from d3d_jax.models.cache import KVCache
 from d3d_jax.models.drafter import anchored_block, draft_pass, masked_blocks
 from d3d_jax.models.qwen3 import Params, append, logits
@@ -32,6 +34,7 @@ class Drafting:
     drafter: DrafterConfig
     decode: DecodeConfig
     num_token_ids: int
+    attention: AttentionConfig = AUTO
 
 
 def prefill_target(
@@ -42,6 +45,7 @@ def prefill_target(
     sampling: Sampling | None,
     stop: Stop,
     config: ModelConfig,
+    attention: AttentionConfig = AUTO,
 ) -> tuple[KVCache, Outcome, tuple[jax.Array, jax.Array]]:
     """The next chunk of one row's prompt. After the last one the row is under way: its bonus is the first new token.
 
@@ -49,7 +53,7 @@ def prefill_target(
     """
     slot = chunk.slot
     start = jnp.where(chunk.first, 0, cache.length[slot])
-    hidden, cache = append(params, chunk.tokens, cache.with_length(slot, start), config, slot=slot)
+    hidden, cache = append(params, chunk.tokens, cache.with_length(slot, start), config, attention, slot)
     length = start + chunk.count
     scores = logits(params, jax.lax.dynamic_slice_in_dim(hidden, chunk.count - 1, 1, axis=1))
     first = choose(scores, length[None, None], of_row(sampling, slot))
@@ -70,20 +74,21 @@ def prefill_drafter(
 
     The prompt's last token plays the block in flight, of which nothing was accepted.
     """
-    slot, size = chunk.slot, how.drafter.block_size
+    slot = chunk.slot
     start = jnp.where(chunk.first, 0, state.cache.length[slot])
     context = (start + chunk.count)[None, None]
     cache, blocks = state.cache.with_length(slot, start), masked_blocks(1, 1, how.drafter)
-    _, hidden, cache = draft_pass(params, chunk.tokens, blocks, context, cache, how.model, how.drafter, slot=slot)
-    tokens, confidence = _drafts(params, hidden, context, None, of_row(sampling, slot), how)
-    everywhere = jnp.broadcast_to(tokens[0], (size, size))
-    sure = jnp.broadcast_to(confidence[0], (size, size)).astype(jnp.float32)
-    state = DraftState(
-        cache.with_length(slot, start + chunk.count - chunk.last),
-        state.confidence.at[slot].set(sure),
+    _, hidden, cache = draft_pass(
+        params, chunk.tokens, blocks, context, cache, how.model, how.drafter, how.attention, slot
     )
-    return state, Successors(
-        successors.tokens.at[slot].set(everywhere), successors.drafted.at[slot].set(jnp.arange(size) == 0)
+    tokens, odds = _drafts(params, hidden, context, None, of_row(sampling, slot), how)
+    cache = cache.with_length(slot, start + chunk.count - chunk.last)
+    odds = jax.tree.map(lambda kept, new: kept.at[slot].set(new[0]), state.odds, odds)  # the one branch plays them all
+    outcome = jnp.where(jnp.arange(successors.outcome.shape[1]) == 0, 0, NO_OUTCOME)
+    return DraftState(cache, odds), Successors(
+        successors.tokens.at[slot].set(tokens[0]),
+        successors.outcome.at[slot].set(outcome),
+        successors.anchored.at[slot].set(False),
     )
 
 
@@ -96,7 +101,7 @@ def prefill_previous(
     """
     slot = chunk.slot
     start = jnp.where(chunk.first, 0, cache.length[slot])
-    _, cache = append(params, chunk.tokens, cache.with_length(slot, start), how.model, slot=slot)
+    _, cache = append(params, chunk.tokens, cache.with_length(slot, start), how.model, how.attention, slot)
     last = chunk.tokens[0, chunk.count - 1]
     previous = previous_BG.at[slot].set(jnp.where(jnp.arange(how.drafter.block_size) == 0, last, 0))
     return cache.with_length(slot, start + chunk.count - chunk.last), previous
@@ -113,14 +118,6 @@ def advance(cache: KVCache, outcome: Outcome) -> KVCache:
     return cache._replace(length=cache.length + step)
 
 
-def select(successors: Successors, outcome: Outcome) -> tuple[jax.Array, jax.Array]:
-    """The next block `[bonus, S[a][1:]]`, int32 [B, G], and whether the bonus had been foreseen, bool [B]."""
-    rows = jnp.arange(outcome.bonus.shape[0])
-    block = successors.tokens[rows, outcome.accepted]
-    hit = successors.drafted[rows, outcome.accepted] & (block[:, 0] == outcome.bonus)
-    return block.at[:, 0].set(outcome.bonus), hit
-
-
 def verify(
     params: Params,
     block_BG: jax.Array,
@@ -129,6 +126,7 @@ def verify(
     sampling: Sampling | None,
     stop: Stop,
     config: ModelConfig,
+    attention: AttentionConfig = AUTO,
 ) -> tuple[KVCache, Outcome, tuple[jax.Array, jax.Array]]:
     """One target pass over a block: how many drafts are the target's own tokens, and its next one.
 
@@ -136,7 +134,7 @@ def verify(
     rest is undefined. A row that was done stays as it is.
     """
     size = block_BG.shape[1]
-    hidden, cache = append(params, block_BG, cache, config)
+    hidden, cache = append(params, block_BG, cache, config, attention)
     positions = cache.length[:, None] + jnp.arange(1, size + 1)
     scores = logits(params, hidden)
     own = choose(scores, positions, sampling)
@@ -151,34 +149,45 @@ def verify(
     return cache, Outcome(accepted, bonus, done), (own, log_probability(scores, own))
 
 
+def no_successors(how: Drafting, rows: int) -> tuple[Odds, Successors]:
+    """Of rows that have drafted nothing yet."""
+    branches, size = num_branches(how.decode), how.drafter.block_size
+    tokens = jnp.zeros((rows, branches, size), jnp.int32)
+    candidates = jnp.zeros((*tokens.shape, how.decode.num_candidates), jnp.int32)
+    odds = Odds(tokens.astype(jnp.float32), candidates, candidates.astype(jnp.float32))
+    return odds, Successors(tokens, jnp.full((rows, branches), NO_OUTCOME), jnp.zeros((rows, branches), bool))
+
+
 def packed_draft(
     params: Params,
     block_BG: jax.Array,
-    confidence_BG: jax.Array,
+    odds: Odds,
     cache: KVCache,
     sampling: Sampling | None,
     how: Drafting,
+    outcomes: Literal["all"] | int,
 ) -> tuple[DraftState, Successors]:
-    """The successors of the outcomes of `block` in one pass, while the target verifies it (docs/algorithm.md 3)."""
+    """The successors of the outcomes of `block` in one pass, while the target verifies it (docs/algorithm.md 3).
+
+    odds: the drafter's, of that block; they say which branches are worth their rows. outcomes: see `choose_branches`;
+    whatever their number, the results have room for all.
+    """
     batch, size = block_BG.shape
-    if how.decode.outcomes == "all":
-        outcomes = jnp.broadcast_to(jnp.arange(size), (batch, size))
-    else:
-        outcomes = likeliest_outcomes(confidence_BG, how.decode.outcomes)
-    count = outcomes.shape[1]
-    context = cache.length[:, None] + outcomes + 1
-    blocks = masked_blocks(batch, count, how.drafter)
-    _, hidden, cache = draft_pass(params, block_BG, blocks, context, cache, how.model, how.drafter)
+    outcome, first, anchored = choose_branches(odds, how.decode, outcomes, how.drafter.mask_token_id)
+    context = cache.length[:, None] + outcome + 1
+    blocks = masked_blocks(batch, outcome.shape[1], how.drafter).at[:, :, 0].set(first)
+    _, hidden, cache = draft_pass(params, block_BG, blocks, context, cache, how.model, how.drafter, how.attention)
     banned = None
     if how.decode.ban_rejected:
-        after = jnp.take_along_axis(block_BG, jnp.minimum(outcomes + 1, size - 1), axis=1)
-        banned = jnp.where(outcomes < size - 1, after, how.model.vocab_size)  # nothing was rejected after G-1
-    tokens, confidence = _drafts(params, hidden, context, banned, sampling, how)
-    rows = jnp.arange(batch)[:, None]
-    table = jnp.zeros((batch, size, size), jnp.int32).at[rows, outcomes].set(tokens)
-    drafted = jnp.zeros((batch, size), bool).at[rows, outcomes].set(True)
-    kept = jnp.zeros((batch, size, size), jnp.float32).at[rows, outcomes].set(confidence)
-    return DraftState(cache, kept), Successors(table, drafted)
+        after = jnp.take_along_axis(block_BG, jnp.minimum(outcome + 1, size - 1), axis=1)
+        banned = jnp.where(outcome < size - 1, after, how.model.vocab_size)  # nothing was rejected after G-1
+    tokens, odds = _drafts(params, hidden, context, banned, sampling, how)
+    tokens = tokens.at[:, :, 0].set(jnp.where(anchored, first, tokens[:, :, 0]))
+    room = [(0, 0), (0, num_branches(how.decode) - outcome.shape[1])]
+    odds, tokens, anchored = jax.tree.map(
+        lambda leaf: jnp.pad(leaf, room + [(0, 0)] * (leaf.ndim - 2)), (odds, tokens, anchored)
+    )
+    return DraftState(cache, odds), Successors(tokens, jnp.pad(outcome, room, constant_values=NO_OUTCOME), anchored)
 
 
 def anchored_draft(
@@ -189,17 +198,18 @@ def anchored_draft(
     cache: KVCache,
     sampling: Sampling | None,
     how: Drafting,
-) -> tuple[jax.Array, jax.Array, KVCache]:
+) -> tuple[jax.Array, Odds, KVCache]:
     """A fresh block `[anchor, drafts]` that starts at position `context`.
 
     previous: clean tokens still missing in the cache, written at its length (T may be 0).
-    Returns the block int32 [B, G], the drafter's confidence in each token float32 [B, G] (1 for the
-    anchor), and the cache, its length unchanged.
+    Returns the block int32 [B, G], its odds, and the cache, its length unchanged.
     """
     blocks = anchored_block(anchor_B, how.drafter)
-    _, hidden, cache = draft_pass(params, previous_BT, blocks, context_B[:, None], cache, how.model, how.drafter)
-    tokens, confidence = _drafts(params, hidden, context_B[:, None], None, sampling, how)
-    return tokens[:, 0].at[:, 0].set(anchor_B), confidence[:, 0].at[:, 0].set(1.0), cache
+    _, hidden, cache = draft_pass(
+        params, previous_BT, blocks, context_B[:, None], cache, how.model, how.drafter, how.attention
+    )
+    tokens, odds = _drafts(params, hidden, context_B[:, None], None, sampling, how)
+    return tokens[:, 0].at[:, 0].set(anchor_B), jax.tree.map(lambda leaf: leaf[:, 0], odds), cache
 
 
 def redraft_missed(
@@ -209,69 +219,54 @@ def redraft_missed(
     state: DraftState,
     sampling: Sampling | None,
     how: Drafting,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, Odds, jax.Array]:
     """The next block with missed rows drafted again from their now known anchor.
 
     The pass is skipped on the device when every row hit. `state.cache` is as the last packed pass left it
-    and is only read. Returns block [B, G], confidence [B, G], hit [B].
+    and is only read. Returns block [B, G], its odds, hit [B].
     """
     block, hit = select(successors, outcome)
-    kept = selected_confidence(state, outcome)
+    found = block, selected_odds(state.odds, successors, outcome)
 
-    def again(nothing_more: None) -> tuple[jax.Array, jax.Array]:
+    def again() -> tuple[jax.Array, Odds]:
         cache = advance(state.cache, outcome)
         nothing = jnp.zeros((block.shape[0], 0), jnp.int32)
-        del nothing_more
-        fresh, sure, _ = anchored_draft(params, nothing, outcome.bonus, cache.length, cache, sampling, how)
-        return jnp.where(hit[:, None], block, fresh), jnp.where(hit[:, None], kept, sure)
+        fresh = anchored_draft(params, nothing, outcome.bonus, cache.length, cache, sampling, how)[:2]
+        kept = [hit.reshape(-1, *[1] * (leaf.ndim - 1)) for leaf in jax.tree.leaves(fresh)]
+        return jax.tree.map(jnp.where, jax.tree.unflatten(jax.tree.structure(fresh), kept), found, fresh)
 
     missed = jnp.any(~hit & ~outcome.done)
-    block, kept = jax.lax.cond(missed, again, lambda _: (block, kept), None)
-    return block, kept, hit
-
-
-def selected_confidence(state: DraftState, outcome: Outcome) -> jax.Array:
-    """The drafter's confidence in the block that `select` picks, float32 [B, G]."""
-    return state.confidence[jnp.arange(outcome.accepted.shape[0]), outcome.accepted]
-
-
-def likeliest_outcomes(confidence_BG: jax.Array, count: int) -> jax.Array:
-    """The `count` likeliest numbers of accepted drafts, int32 [B, count].
-
-    `P(a) = q_1 ... q_a (1 - q_{a+1})` from the confidence q_j in each draft; all G-1 are accepted with the
-    product of all.
-    """
-    drafts = confidence_BG[:, 1:]
-    reach = jnp.cumprod(jnp.concatenate([jnp.ones_like(drafts[:, :1]), drafts], axis=1), axis=1)
-    fail = jnp.concatenate([1 - drafts, jnp.ones_like(drafts[:, :1])], axis=1)
-    return jax.lax.top_k(reach * fail, count)[1].astype(jnp.int32)
+    return *jax.lax.cond(missed, again, lambda: found), hit
 
 
 def _drafts(
     params: Params,
-    hidden_BAGD: jax.Array,
-    start_BA: jax.Array,
-    banned_BA: jax.Array | None,
+    hidden_BRGD: jax.Array,
+    start_BR: jax.Array,
+    banned_BR: jax.Array | None,
     sampling: Sampling | None,
     how: Drafting,
-) -> tuple[jax.Array, jax.Array]:
-    """The drafter's token at each place, int32 [B, A, G], and its confidence in it, float32 [B, A, G].
+) -> tuple[jax.Array, Odds]:
+    """The drafter's token at each place, int32 [B, R, G], and its odds, which are 0 unless branches are chosen by them.
 
-    The confidence is computed only where outcomes are ranked by it; otherwise it is 0.
+    A block's first token may be given, and its odds then mean nothing: no outcome depends on them.
     """
-    batch, blocks, size, _ = hidden_BAGD.shape
-    scores = logits(params, hidden_BAGD.reshape(batch, blocks * size, -1))
-    ids = jnp.arange(scores.shape[-1])
-    scores = jnp.where((ids < how.num_token_ids) & (ids != how.drafter.mask_token_id), scores, -jnp.inf)
-    scores = scores.reshape(batch, blocks, size, -1)
-    if banned_BA is not None:
-        rows, columns = jnp.arange(batch)[:, None], jnp.arange(blocks)
-        scores = scores.at[rows, columns, 0, banned_BA].set(-jnp.inf, mode="drop")
-    flat = scores.reshape(batch, blocks * size, -1)
-    positions = (start_BA[:, :, None] + jnp.arange(size)).reshape(batch, -1)
-    tokens = choose(flat, positions, sampling if how.decode.draft_sampling == "gumbel" else None)
-    confidence = jnp.zeros(tokens.shape, jnp.float32)
-    if how.decode.outcomes != "all":
-        at = jnp.take_along_axis(flat, tokens[..., None], axis=-1)[..., 0]
-        confidence = jnp.exp(at - jax.nn.logsumexp(flat, axis=-1))
-    return tokens.reshape(batch, blocks, size), confidence.reshape(batch, blocks, size)
+    batch, blocks, size, _ = hidden_BRGD.shape
+    by_id = logits(params, hidden_BRGD.reshape(batch, blocks * size, -1))
+    ids = jnp.arange(by_id.shape[-1])
+    allowed = (ids < how.num_token_ids) & (ids != how.drafter.mask_token_id)
+    if banned_BR is not None:  # a comparison, which fuses with what reads the scores; a scatter would make them a copy
+        nothing = jnp.full((batch, blocks, size - 1), how.model.vocab_size)
+        banned = jnp.concatenate([banned_BR[:, :, None], nothing], axis=2).reshape(batch, -1)
+        allowed = allowed & (ids != banned[..., None])
+    by_id = jnp.where(allowed, by_id, -jnp.inf)
+    positions = (start_BR[:, :, None] + jnp.arange(size)).reshape(batch, -1)
+    drawn = scores(by_id, positions, sampling if how.decode.draft_sampling == "gumbel" else None)
+    count = how.decode.num_candidates
+    best = jax.lax.top_k(drawn, count + 1)[1] if count else jnp.argmax(drawn, axis=-1, keepdims=True)
+    best = best.astype(jnp.int32)
+    chances = jnp.zeros(best.shape, jnp.float32)
+    if how.decode.ranks_branches:
+        chances = jnp.exp(jnp.take_along_axis(by_id, best, axis=-1) - jax.nn.logsumexp(by_id, axis=-1, keepdims=True))
+    best, chances = (leaf.reshape(batch, blocks, size, -1) for leaf in (best, chances))
+    return best[..., 0], Odds(chances[..., 0], best[..., 1:], chances[..., 1:])

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from d3d_jax.config import ModelConfig
+from d3d_jax.config import AttentionConfig, ModelConfig
 from d3d_jax.decoding.observer import Observer
 from d3d_jax.decoding.placement import Settings
 from d3d_jax.decoding.programs import verify
 from d3d_jax.decoding.sampling import Sampling
 from d3d_jax.decoding.state import Outcome, Progress, PromptChunk, Round, Stop
+from d3d_jax.models.attention import AUTO
 from d3d_jax.models.cache import KVCache
 from d3d_jax.models.qwen3 import Params
 
@@ -52,6 +54,10 @@ class Runner(Protocol):
         """Enqueue round `number`, or a loop of them."""
         ...
 
+    def rehearsal(self) -> AbstractContextManager[int]:
+        """While it is open, as many rounds as it says run every program that a round may use."""
+        ...
+
     def release(self, slot: int) -> None:
         """The row is free: its request was cancelled."""
         ...
@@ -82,12 +88,13 @@ def verify_recorded(
     sampling: Sampling | None,
     stop: Stop,
     config: ModelConfig,
+    attention: AttentionConfig = AUTO,
 ) -> tuple[KVCache, Outcome, jax.Array]:
     """`programs.verify` of the block that follows `outcome`, with the round's record as one int32 [B, 2G + 4].
 
     Columns: the tokens, their log-probabilities as bits, drafts accepted, hit, done before, done after.
     """
-    cache, after, (own, logprob) = verify(params, block_BG, outcome.done, cache, sampling, stop, config)
+    cache, after, (own, logprob) = verify(params, block_BG, outcome.done, cache, sampling, stop, config, attention)
     columns = jnp.stack([after.accepted, hit_B, outcome.done, after.done], axis=1, dtype=jnp.int32)
     bits = jax.lax.bitcast_convert_type(logprob, jnp.int32)
     return cache, after, jnp.concatenate([own, bits, columns], axis=1)

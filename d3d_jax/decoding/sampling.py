@@ -68,14 +68,18 @@ def position_noise(seed_B: jax.Array, positions_BT: jax.Array, vocabulary: int) 
     return jax.vmap(jax.vmap(one, (None, 0)))(seed_B, positions_BT)
 
 
+def scores(logits_BTV: jax.Array, positions_BT: jax.Array, sampling: Sampling | None) -> jax.Array:
+    """What the token at each of the absolute `positions` is the best of, [B, T, V]."""
+    if sampling is None:
+        return logits_BTV
+    noise = position_noise(sampling.seed, positions_BT, logits_BTV.shape[-1])
+    drawn = filtered(logits_BTV, sampling) + noise
+    return jnp.where(sampling.temperature[:, None, None] > 0, drawn, logits_BTV)
+
+
 def choose(logits_BTV: jax.Array, positions_BT: jax.Array, sampling: Sampling | None) -> jax.Array:
     """The token at each of the absolute `positions`, int32 [B, T], from the logits that predict it."""
-    greedy = jnp.argmax(logits_BTV, axis=-1).astype(jnp.int32)
-    if sampling is None:
-        return greedy
-    noise = position_noise(sampling.seed, positions_BT, logits_BTV.shape[-1])
-    drawn = jnp.argmax(filtered(logits_BTV, sampling) + noise, axis=-1).astype(jnp.int32)
-    return jnp.where(sampling.temperature[:, None] > 0, drawn, greedy)
+    return jnp.argmax(scores(logits_BTV, positions_BT, sampling), axis=-1).astype(jnp.int32)
 
 
 def log_probability(logits_BTV: jax.Array, tokens_BT: jax.Array) -> jax.Array:

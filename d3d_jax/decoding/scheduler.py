@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import jax
@@ -83,6 +84,10 @@ class Scheduler:
             slot = self._rows.index(request)
             self._free(slot)
             self._runner.release(slot)
+
+    def rehearsal(self) -> AbstractContextManager[int]:
+        """See :meth:`Runner.rehearsal`."""
+        return self._runner.rehearsal()
 
     def step(self, observer: Observer) -> None:
         """One chunk of a prompt, one launch for the rows under way, and the reading of what is due.

@@ -34,13 +34,27 @@ class Outcome(NamedTuple):
 
 
 class Successors(NamedTuple):
-    """What was drafted for every outcome: tokens int32 [B, G, G], and which outcomes were drafted, bool [B, G].
+    """What was drafted ahead, R blocks a row: tokens int32 [B, R, G], the outcome each is for, int32 [B, R] (-1: none),
+    and whether its first token was given rather than drafted, bool [B, R].
 
-    `tokens[:, a, o]` stands o positions after the bonus token of outcome a.
+    `tokens[:, r, o]` stands o positions after the bonus token of its outcome.
     """
 
     tokens: jax.Array
-    drafted: jax.Array
+    outcome: jax.Array
+    anchored: jax.Array
+
+
+class Odds(NamedTuple):
+    """What the drafter makes of its own drafts, arrays [B, G] of one block or [B, R, G] of many.
+
+    confidence: its probability of each token, float32. candidates: the k next best tokens there, int32 [..., k], and
+    their chances float32 [..., k]. All are 0 where nothing is chosen by them; k may be 0.
+    """
+
+    confidence: jax.Array
+    candidates: jax.Array
+    chances: jax.Array
 
 
 class Stop(NamedTuple):
@@ -55,12 +69,12 @@ class Stop(NamedTuple):
 
 
 class DraftState(NamedTuple):
-    """What the drafter keeps: its cache, whose length is that of the last in-flight block's start, and its
-    confidence float32 [B, G, G] in each drafted token.
+    """What the drafter keeps: its cache, whose length is that of the last in-flight block's start, and the odds of
+    the successors, arrays [B, R, G].
     """
 
     cache: KVCache
-    confidence: jax.Array
+    odds: Odds
 
 
 class PromptChunk(NamedTuple):

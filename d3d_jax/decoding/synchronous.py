@@ -5,13 +5,14 @@ On one device the whole loop is one program; on two, or step by step, a round is
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from d3d_jax.config import ModelConfig
+from d3d_jax.config import AttentionConfig, ModelConfig
 from d3d_jax.decoding.observer import Observer
 from d3d_jax.decoding.placement import Placed, Settings
 from d3d_jax.decoding.programs import Drafting, advance, anchored_draft, prefill_previous, prefill_target, verify
@@ -27,6 +28,7 @@ from d3d_jax.decoding.rounds import (
 )
 from d3d_jax.decoding.sampling import Sampling
 from d3d_jax.decoding.state import Outcome, PromptChunk, Stop
+from d3d_jax.models.attention import AUTO
 from d3d_jax.models.cache import KVCache
 from d3d_jax.models.qwen3 import Params
 
@@ -61,6 +63,7 @@ def decode_synchronously(
     until: Until,
     config: ModelConfig,
     how: Drafting,
+    attention: AttentionConfig = AUTO,
 ) -> tuple[tuple[Written, jax.Array, jax.Array], jax.Array, Outcome, tuple[KVCache, KVCache]]:
     """The loop on one device, until every row is done, or `until`.
 
@@ -73,7 +76,7 @@ def decode_synchronously(
         target_cache, drafter_cache, previous, outcome, written, trace, rounds, number = carry
         done = outcome.done
         block, drafter_cache = draft(drafter, previous, outcome, drafter_cache, sampling, how)
-        target_cache, outcome, own = verify(target, block, done, target_cache, sampling, stop, config)
+        target_cache, outcome, own = verify(target, block, done, target_cache, sampling, stop, config, attention)
         written = written.add(*own, jnp.where(done, 0, outcome.accepted + 1))
         trace = jax.lax.dynamic_update_slice(trace, outcome.accepted[:, None], (0, number))
         return target_cache, drafter_cache, block, outcome, written, trace, rounds + ~done, number + 1
@@ -96,12 +99,12 @@ class Synchronous:
         drafter, how = placed.drafting()
         self._target, self._drafter = placed.target, drafter
         self.compiled_loop = placed.target.device == drafter.device and not placed.decode.step_by_step
-        config = placed.target.config
-        self._prefill_target = jax.jit(partial(prefill_target, config=config), donate_argnums=2)
+        fixed = placed.target.fixed()
+        self._prefill_target = jax.jit(partial(prefill_target, **fixed), donate_argnums=2)
         self._prefill_drafter = jax.jit(partial(prefill_previous, how=how), donate_argnums=2)
-        self._loop = jax.jit(partial(decode_synchronously, config=config, how=how), donate_argnums=(2, 3))
+        self._loop = jax.jit(partial(decode_synchronously, how=how, **fixed), donate_argnums=(2, 3))
         self._draft = jax.jit(partial(draft, how=how), donate_argnums=3)
-        self._verify = jax.jit(partial(verify_recorded, config=config), donate_argnums=4)
+        self._verify = jax.jit(partial(verify_recorded, **fixed), donate_argnums=4)
         self._end_row = jax.jit(end_row)
         self._cache, self._draft_cache = placed.target.cache(placed.rows), drafter.cache(placed.rows)
         self._outcome = jax.device_put(Outcome.of_free_rows(placed.rows), placed.target.device)
@@ -151,6 +154,9 @@ class Synchronous:
         )
         observer.launched("verify", "target", number, record)
         return Launched(record, read_round(foreseen=False, redraft=False))
+
+    def rehearsal(self) -> AbstractContextManager[int]:
+        return nullcontext(1)
 
     def release(self, slot: int) -> None:
         self._outcome = self._end_row(self._outcome, jax.device_put(slot, self._target.device))

@@ -21,6 +21,7 @@ RULES: dict[str, str | tuple[str, ...] | None] = {
     "mlp": "tensor",
     "embed": "fsdp",
     "head_dim": None,
+    "pair": None,
     "layers": None,
 }
 

@@ -6,6 +6,7 @@ Each function makes an `Attend` for `models.layers.layer`. A compiler does not s
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from d3d_jax.config import AttentionConfig, ModelConfig
+from d3d_jax.errors import CompatibilityError
 from d3d_jax.models.cache import write
 from d3d_jax.models.layers import Attend
 from d3d_kernels import Intervals, interval_attention, interval_decode
@@ -22,22 +25,40 @@ _ROWS = ("data", "fsdp")  # mesh axes over the batch, as in `devices.sharding`
 _HEADS = "tensor"
 
 
-def attend_within(intervals: Intervals, backend: str = "auto", interpret: Any = False, keep: bool = False) -> Attend:
+AUTO = AttentionConfig()
+
+
+def resolve_attention(
+    attention: AttentionConfig, operation: str, config: ModelConfig, dtype: Any, device: jax.Device | None = None
+) -> AttentionConfig:
+    """With the backend that `auto` means for this model, at this type, on `device` (the default one when None).
+
+    Raises:
+        CompatibilityError: none of the backends asked for can do it, with the reason and those that can.
+    """
+    try:
+        chosen = choose(attention.backend, operation, config.head_dim, [dtype], device)
+    except ValueError as error:
+        raise CompatibilityError(f"attention.backend: {error}") from error
+    return replace(attention, backend=chosen)
+
+
+def attend_within(intervals: Intervals, attention: AttentionConfig = AUTO, keep: bool = False) -> Attend:
     """Queries and keys of the same rows: training, and any pass without a cache. `keep`: keep (k, v)."""
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
-        chosen = choose(backend, ATTENTION, q.shape[-1], [q.dtype, k.dtype, v.dtype])
-        output = _each_device(partial(interval_attention, backend=chosen, interpret=interpret), q, k, v, intervals)
+        how = _chosen(attention, ATTENTION, q, k, v)
+        output = _each_device(partial(interval_attention, **how), q, k, v, intervals)
         return output, (k, v) if keep else None
 
     return attend
 
 
 def attend_after(
-    k_context_BKSH: jax.Array, v_context_BKSH: jax.Array, intervals: Intervals, backend: str = "auto"
+    k_context_BKSH: jax.Array, v_context_BKSH: jax.Array, intervals: Intervals, attention: AttentionConfig = AUTO
 ) -> Attend:
     """Queries see the keys of an earlier pass, slots 0..S-1, and those of their own pass, slots S, S+1, ..."""
-    within = attend_within(intervals, backend)
+    within = attend_within(intervals, attention)
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, None]:
         # Joined, not handed over apart as `attend_cached` does: these are many queries, as in training.
@@ -53,9 +74,8 @@ def attend_cached(
     start_B: jax.Array,
     num_clean: int,
     intervals: Intervals,
-    backend: str = "auto",
+    attention: AttentionConfig = AUTO,
     slot: jax.Array | None = None,
-    interpret: Any = False,
 ) -> Attend:
     """The first `num_clean` rows are written to the cache at `start`; later rows (the masked ones) are
     seen in this pass alone, as slots S, S+1, ... Keeps the new (k_cache, v_cache).
@@ -71,13 +91,19 @@ def attend_cached(
             k_rows, v_rows = (jax.lax.dynamic_slice_in_dim(slots, slot, 1) for slots in (k_slots, v_slots))
         else:
             k_rows, v_rows = (k_slots[None], v_slots[None]) if k_slots.ndim == 3 else (k_slots, v_slots)
-        chosen = choose(backend, DECODE, q.shape[-1], [array.dtype for array in (q, k_rows, v_rows, *new)])
-        decode = partial(_decode, backend=chosen, interpret=interpret)
+        decode = partial(_decode, **_chosen(attention, DECODE, q, k_rows, v_rows, *new))
         return _each_device(decode, q, k_rows, v_rows, intervals, *new), (k_slots, v_slots)
 
     return attend
 
 
+def _chosen(attention: AttentionConfig, operation: str, *operands: jax.Array) -> dict[str, Any]:
+    """The kernel library's arguments."""
+    backend = choose(attention.backend, operation, operands[0].shape[-1], [array.dtype for array in operands])
+    return {"backend": backend, "interpret": attention.interpret}
+
+
+@partial(jax.jit, static_argnames=("backend", "interpret"))  # so that layers alike are traced and lowered once
 def _decode(
     q: jax.Array, k: jax.Array, v: jax.Array, intervals: Intervals, *new: jax.Array, backend: str, interpret: Any
 ) -> jax.Array:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from d3d_jax.config import DrafterConfig, ModelConfig
+from d3d_jax.config import AttentionConfig, DrafterConfig, ModelConfig
+from d3d_jax.models.attention import AUTO
 from d3d_jax.models.cache import KVCache
 from d3d_jax.models.qwen3 import Params, cached_forward
 from d3d_kernels import Intervals, packed_intervals, verify_intervals
@@ -24,7 +25,7 @@ def draft_pass(
     cache: KVCache,
     config: ModelConfig,
     drafter: DrafterConfig,
-    backend: str = "auto",
+    attention: AttentionConfig = AUTO,
     slot: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, KVCache]:
     """One forward pass over clean tokens and any number of blocks, each with its own context.
@@ -50,7 +51,7 @@ def draft_pass(
     clean_rows = verify_intervals(start, num_clean)
     block_rows = packed_intervals(context_BA, block, cache.capacity, drafter.block_attention)
     intervals = Intervals(*(jnp.concatenate(pair, axis=1) for pair in zip(clean_rows, block_rows, strict=True)))
-    hidden, cache = cached_forward(params, tokens, positions, intervals, cache, num_clean, config, backend, slot)
+    hidden, cache = cached_forward(params, tokens, positions, intervals, cache, num_clean, config, attention, slot)
     blocks = hidden[:, num_clean:].reshape(batch, num_blocks, block, -1)
     return hidden[:, :num_clean], blocks, cache
 

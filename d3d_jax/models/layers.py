@@ -2,7 +2,7 @@
 
 Weights keep the checkpoint's `[out, in]` orientation, so that conversion is a renaming. A layer's dict
 holds either `q_proj`, `k_proj`, `v_proj` and `gate_proj`, `up_proj`, or the decoding form's `qkv_proj` and
-`gate_up_proj`, joined along `out`, with every matrix as `[in, out]` (see `models.qwen3.for_decoding`).
+`gate_up_proj`, with every matrix as `[in, out]` (see :func:`for_decoding`).
 """
 
 from __future__ import annotations
@@ -58,6 +58,42 @@ def layer_table(config: ModelConfig) -> dict[str, Param]:
         "up_proj": Param((forward, width), ("mlp", "embed"), "normal"),
         "down_proj": Param((width, forward), ("embed", "mlp"), "normal"),
     }
+
+
+def decoding_table(config: ModelConfig) -> dict[str, Param]:
+    """The parameters of one layer in the decoding form.
+
+    Columns of `qkv_proj` are the queries, the key and the value of one key head, then those of the next; `gate_up_proj`
+    is [in, 2, out]. So a device that has some key heads and a part of the feed-forward has whole triples and pairs.
+    """
+    width, forward, head = config.hidden_size, config.intermediate_size, config.head_dim
+    queries, keys = config.num_attention_heads * head, config.num_key_value_heads * head
+    norms = {name: param for name, param in layer_table(config).items() if name.endswith("norm")}
+    return {
+        **norms,
+        "qkv_proj": Param((width, queries + 2 * keys), ("embed", "kv_heads"), "normal"),
+        "o_proj": Param((queries, width), ("heads", "embed"), "normal"),
+        "gate_up_proj": Param((width, 2, forward), ("embed", "pair", "mlp"), "normal"),
+        "down_proj": Param((forward, width), ("mlp", "embed"), "normal"),
+    }
+
+
+def for_decoding(weights: Weights) -> dict[str, jax.Array]:
+    """One layer's weights, or a stack of layers' [L, ...], in the form of :func:`decoding_table`."""
+    *stack, head = weights["q_norm"].shape
+    width = weights["q_proj"].shape[-1]
+    heads = [weights[name].reshape(*stack, weights["k_proj"].shape[-2] // head, -1, width) for name in _QKV]
+    qkv = jnp.concatenate(heads, axis=-2).reshape(*stack, -1, width)
+    pair = jnp.stack([weights["gate_proj"], weights["up_proj"]], axis=-3)
+    turned = {"qkv_proj": qkv, "o_proj": weights["o_proj"], "down_proj": weights["down_proj"]}
+    return {
+        **{name: weight for name, weight in weights.items() if name.endswith("norm")},
+        **{name: weight.swapaxes(-1, -2) for name, weight in turned.items()},
+        "gate_up_proj": jnp.moveaxis(pair, -1, -3),
+    }
+
+
+_QKV = ("q_proj", "k_proj", "v_proj")
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
@@ -141,8 +177,10 @@ def layer(
     normal = rms_norm(x_BTD, weights["input_layernorm"], eps)
     product = jnp.matmul if "qkv_proj" in weights else linear
     if "qkv_proj" in weights:
-        joined = product(normal, weights["qkv_proj"]).reshape(batch, tokens, queries + 2 * keys, head)
-        q, k, v = jnp.split(joined, [queries, queries + keys], axis=2)
+        # Without the barrier XLA on TPU makes the product head by head, and turns the matrix around for it each time.
+        joined = jax.lax.optimization_barrier(product(normal, weights["qkv_proj"]))
+        joined = joined.reshape(batch, tokens, keys, -1, head)
+        q, k, v = joined[..., :-2, :].reshape(batch, tokens, queries, head), joined[..., -2, :], joined[..., -1, :]
     else:
         q = linear(normal, weights["q_proj"]).reshape(batch, tokens, queries, head)
         k = linear(normal, weights["k_proj"]).reshape(batch, tokens, keys, head)
@@ -154,7 +192,8 @@ def layer(
 
     normal = rms_norm(x_BTD, weights["post_attention_layernorm"], eps)
     if "gate_up_proj" in weights:
-        gate, up = jnp.split(product(normal, weights["gate_up_proj"]), 2, axis=-1)
+        joined = jnp.einsum("...i,ico->...co", normal, weights["gate_up_proj"])
+        gate, up = joined[..., 0, :], joined[..., 1, :]
     else:
         gate, up = linear(normal, weights["gate_proj"]), linear(normal, weights["up_proj"])
     return x_BTD + product(jax.nn.silu(gate) * up, weights["down_proj"]), kept

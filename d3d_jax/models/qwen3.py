@@ -14,10 +14,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec
 
-from d3d_jax.config import ModelConfig
-from d3d_jax.devices.sharding import constrain
-from d3d_jax.models.attention import attend_after, attend_cached, attend_within
+from d3d_jax.config import AttentionConfig, ModelConfig
+from d3d_jax.devices.sharding import RULES, constrain, parts, spec
+from d3d_jax.models import layers
+from d3d_jax.models.attention import AUTO, attend_after, attend_cached, attend_within
 from d3d_jax.models.cache import KVCache
 from d3d_jax.models.layers import Attend, Param, Rotation, layer, layer_table, linear, rms_norm, rotation
 from d3d_kernels import Intervals, causal_intervals, verify_intervals
@@ -28,11 +30,11 @@ Params = dict[str, Any]
 def parameter_table(config: ModelConfig) -> dict[str, Any]:
     """Every parameter of the stacked form, nested as the parameters are."""
     vocabulary = Param((config.vocab_size, config.hidden_size), ("vocab", "embed"), "normal")
-    layers = config.num_hidden_layers
+    count = config.num_hidden_layers
     table: dict[str, Any] = {
         "embed_tokens": vocabulary,
         "layers": {
-            name: Param((layers, *shape), ("layers", *axes), init)
+            name: Param((count, *shape), ("layers", *axes), init)
             for name, (shape, axes, init) in layer_table(config).items()
         },
         "norm": Param((config.hidden_size,), ("embed",), "ones"),
@@ -97,7 +99,7 @@ def forward(
     gates_L: jax.Array | None = None,
     dtype: Any = None,
     remat: bool = False,
-    backend: str = "auto",
+    attention: AttentionConfig = AUTO,
 ) -> jax.Array:
     """The stacked form without a cache: final hidden states [B, T, D], normed.
 
@@ -113,7 +115,7 @@ def forward(
     if intervals is None:
         intervals = causal_intervals(jnp.zeros_like(tokens_BT))
     x = _embedded(params, tokens_BT, dtype)
-    turn, attend = rotation(positions_BT, config), attend_within(intervals, backend)
+    turn, attend = rotation(positions_BT, config), attend_within(intervals, attention)
 
     def body(x: jax.Array, scanned: tuple) -> tuple[jax.Array, None]:
         return _gated_layer(scanned, x, turn, config, attend)[0], None
@@ -132,10 +134,10 @@ def keys_and_values(
     intervals: Intervals,
     gates_L: jax.Array | None = None,
     dtype: Any = None,
-    backend: str = "auto",
+    attention: AttentionConfig = AUTO,
 ) -> tuple[jax.Array, jax.Array]:
     """What :func:`forward` of these tokens leaves for later ones to see: keys and values, each [L, B, K, T, H]."""
-    turn, attend = rotation(positions_BT, config), attend_within(intervals, backend, keep=True)
+    turn, attend = rotation(positions_BT, config), attend_within(intervals, attention, keep=True)
     x = _embedded(params, tokens_BT, dtype)
     return jax.lax.scan(
         lambda x, scanned: _gated_layer(scanned, x, turn, config, attend), x, (params["layers"], gates_L)
@@ -152,7 +154,7 @@ def forward_after(
     intervals: Intervals,
     gates_L: jax.Array | None = None,
     dtype: Any = None,
-    backend: str = "auto",
+    attention: AttentionConfig = AUTO,
 ) -> jax.Array:
     """:func:`forward` of tokens that may also see those of an earlier pass.
 
@@ -164,7 +166,7 @@ def forward_after(
 
     def body(x: jax.Array, scanned: tuple) -> tuple[jax.Array, None]:
         layer_and_gate, (k, v) = scanned
-        return _gated_layer(layer_and_gate, x, turn, config, attend_after(k, v, intervals, backend))[0], None
+        return _gated_layer(layer_and_gate, x, turn, config, attend_after(k, v, intervals, attention))[0], None
 
     x, _ = jax.lax.scan(body, _embedded(params, tokens_BT, dtype), ((params["layers"], gates_L), context))
     return rms_norm(x, params["norm"], config.rms_norm_eps)
@@ -198,15 +200,34 @@ def for_decoding(params: Params, dtype: Any = None) -> Params:
 
     So a product reads its weights row by row: on CPU a block of 8 tokens takes three quarters of the time.
     """
-    stacked, joined = params["layers"], {}
-    groups = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-    for name, parts in groups.items():
-        joined[name] = jnp.concatenate([stacked[part] for part in parts], axis=1)
-    single = {name: w for name, w in stacked.items() if not any(name in parts for parts in groups.values())}
-    stacked = {name: w.swapaxes(1, 2) if w.ndim == 3 else w for name, w in {**single, **joined}.items()}
+    stacked = layers.for_decoding(params["layers"])
     count = stacked["input_layernorm"].shape[0]
     decoding = {**params, "layers": [{name: w[i] for name, w in stacked.items()} for i in range(count)]}
     return decoding if dtype is None else jax.tree.map(lambda w: w.astype(dtype), decoding)
+
+
+def decoding_table(config: ModelConfig) -> dict[str, Any]:
+    """Every parameter of the decoding form, nested as the parameters are."""
+    each = layers.decoding_table(config)
+    return {**parameter_table(config), "layers": [each] * config.num_hidden_layers}
+
+
+def embed(table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
+    """Embeddings [B, T, D]. Where the table's rows lie on several devices, each adds those that it has.
+
+    Left to the compiler, a single token would have every device gather the whole table.
+    """
+    axis = RULES["vocab"]
+    if parts("vocab") == 1:
+        return table_VD[tokens_BT]
+
+    def own(table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
+        row = tokens_BT - jax.lax.axis_index(axis) * table_VD.shape[0]
+        here = (row >= 0) & (row < table_VD.shape[0])
+        return jax.lax.psum(jnp.where(here[..., None], table_VD[jnp.where(here, row, 0)], 0), axis)
+
+    everywhere = PartitionSpec()
+    return jax.shard_map(own, in_specs=(spec(("vocab", None)), everywhere), out_specs=everywhere)(table_VD, tokens_BT)
 
 
 def cached_forward(
@@ -217,7 +238,7 @@ def cached_forward(
     cache: KVCache,
     num_clean: int,
     config: ModelConfig,
-    backend: str = "auto",
+    attention: AttentionConfig = AUTO,
     slot: jax.Array | None = None,
 ) -> tuple[jax.Array, KVCache]:
     """The decoding form over a cache: normed hidden states [B, T, D] and the cache with new slots.
@@ -225,11 +246,11 @@ def cached_forward(
     The first `num_clean` tokens are written at each row's length; the length itself is left to the caller,
     who knows how many of them are to stay. With `slot`, the tokens [1, T] are of that row of the cache alone.
     """
-    x = params["embed_tokens"][tokens_BT]
+    x = embed(params["embed_tokens"], tokens_BT)
     turn = rotation(positions_BT, config)
     start, slots = cache.lengths(slot), []
     for weights, k, v in zip(params["layers"], cache.k, cache.v, strict=True):
-        attend = attend_cached(k, v, start, num_clean, intervals, backend, slot)
+        attend = attend_cached(k, v, start, num_clean, intervals, attention, slot)
         x, kept = layer(weights, x, turn, config, attend)
         slots.append(kept)
     keys, values = zip(*slots, strict=True)
@@ -241,7 +262,7 @@ def append(
     tokens_BT: jax.Array,
     cache: KVCache,
     config: ModelConfig,
-    backend: str = "auto",
+    attention: AttentionConfig = AUTO,
     slot: jax.Array | None = None,
 ) -> tuple[jax.Array, KVCache]:
     """T further tokens after each row's length: hidden [B, T, D] and the cache, its length unchanged.
@@ -251,4 +272,4 @@ def append(
     num_tokens, start = tokens_BT.shape[1], cache.lengths(slot)
     positions = start[:, None] + jnp.arange(num_tokens)
     intervals = verify_intervals(start, num_tokens)
-    return cached_forward(params, tokens_BT, positions, intervals, cache, num_tokens, config, backend, slot)
+    return cached_forward(params, tokens_BT, positions, intervals, cache, num_tokens, config, attention, slot)

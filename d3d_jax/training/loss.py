@@ -12,9 +12,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from d3d_jax.config import LossConfig, ModelConfig, TrainConfig
+from d3d_jax.config import AttentionConfig, LossConfig, ModelConfig, TrainConfig
 from d3d_jax.devices.sharding import constrain, parts
 from d3d_jax.errors import ConfigError
+from d3d_jax.models.attention import AUTO
 from d3d_jax.models.layers import linear
 from d3d_jax.models.qwen3 import Params, forward, head
 from d3d_kernels import causal_intervals, training_intervals
@@ -116,6 +117,7 @@ def ar_loss(
     dtype: Any,
     remat: bool,
     counts: dict[str, jax.Array] | None = None,
+    attention: AttentionConfig = AUTO,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Next-token loss; prompt tokens count `loss.prompt_weight`. The metrics are sums and counts.
 
@@ -124,7 +126,14 @@ def ar_loss(
     labels, weights = next_token_targets(batch, loss.prompt_weight)
     intervals = causal_intervals(batch["start"])
     hidden = forward(
-        params, batch["tokens"], config, positions_BT=batch["position"], intervals=intervals, dtype=dtype, remat=remat
+        params,
+        batch["tokens"],
+        config,
+        positions_BT=batch["position"],
+        intervals=intervals,
+        dtype=dtype,
+        remat=remat,
+        attention=attention,
     )
     each, correct = cross_entropy(hidden, labels, head(params), loss.chunk)
     total, count = (weights * each).sum(), weights.sum()
@@ -175,6 +184,7 @@ def d3d_loss(
     dtype: Any,
     remat: bool,
     counts: dict[str, jax.Array] | None = None,
+    attention: AttentionConfig = AUTO,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Block loss + ar_weight * next-token loss on the response, in one pass over clean copy and blocks.
 
@@ -196,6 +206,7 @@ def d3d_loss(
         intervals=intervals,
         dtype=dtype,
         remat=remat,
+        attention=attention,
     )
     block_weights = _block_weights(blocks, position_decay(block_size, loss)).reshape(rows, -1)
     ar_labels, ar_weights = next_token_targets(batch, 0.0)

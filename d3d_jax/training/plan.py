@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,11 +15,12 @@ from d3d_jax.config import ModelConfig, TrainConfig, to_mapping
 from d3d_jax.data.arrangement import PackingReport
 from d3d_jax.data.builder import dataset_tokenizer
 from d3d_jax.data.chat import load_tokenizer, tokenizer_hash
-from d3d_jax.data.documents import load_documents
 from d3d_jax.data.loader import Batches, BlockArguments
 from d3d_jax.data.rows import Rows
+from d3d_jax.data.sources import load_documents
 from d3d_jax.devices.sharding import BATCH
 from d3d_jax.errors import ConfigError
+from d3d_jax.models.attention import ATTENTION, resolve_attention
 from d3d_jax.training.loss import position_decay
 from d3d_jax.training.state import check_frozen
 
@@ -61,6 +62,7 @@ def plan_run(config: TrainConfig) -> Plan:
         _check_mask(config, model)
         position_decay(config.blocks.block_size, config.loss)
     check_frozen(config.frozen, model)
+    resolve_attention(config.attention, ATTENTION, model, config.dtype)
     tokenizer = load_tokenizer(config.tokenizer) if config.tokenizer else None
     blocks = None
     if config.objective == "d3d":
@@ -69,9 +71,7 @@ def plan_run(config: TrainConfig) -> Plan:
         blocks = BlockArguments(b.block_size, b.blocks_per_row, b.starts, shares, b.visible_decay, b.noise)
 
     made_with = tokenizer_hash(config.tokenizer) if config.tokenizer else None
-    for path in (config.train_data, config.validation_data):
-        if path is None or not Path(path).is_dir():
-            continue
+    for path in filter(os.path.isdir, (*sources(config.train_data), *sources(config.validation_data))):
         found = dataset_tokenizer(path)
         if made_with is not None and found != made_with:
             raise ConfigError(
@@ -81,9 +81,14 @@ def plan_run(config: TrainConfig) -> Plan:
         made_with = found
 
     def batches(
-        path: str, seed: int, blocks: BlockArguments | None, prefetch: bool = False, top: bool = False
+        data: str | tuple[str, ...],
+        seed: int,
+        blocks: BlockArguments | None,
+        prefetch: bool = False,
+        top: bool = False,
     ) -> tuple[Batches, Rows]:
-        rows = Rows(load_documents(path, tokenizer, model.vocab_size, top=top), config.row_length, config.seed)
+        documents = load_documents(sources(data), tokenizer, model.vocab_size, top=top)
+        rows = Rows(documents, config.row_length, config.seed)
         process = (jax.process_index(), jax.process_count())
         return Batches(rows, config.batch_size, seed, *process, blocks=blocks, prefetch=prefetch), rows
 
@@ -114,6 +119,14 @@ def plan_run(config: TrainConfig) -> Plan:
         "ema_decay": config.ema_decay,
     }
     return Plan(config, model, contract, train, validation, held_out, rows.report, num_token_ids)
+
+
+def sources(data: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """The files and folders that a setting of the run names."""
+    named = () if data is None else (data,) if isinstance(data, str) else data
+    if len(named) > len(set(named)) or data == ():
+        raise ConfigError(f"data {list(named)}: expected at least one file or folder, each named once")
+    return named
 
 
 def _check_mask(config: TrainConfig, model: ModelConfig) -> None:

@@ -25,7 +25,7 @@ def make_loss(config: TrainConfig, model: ModelConfig) -> Callable[..., tuple[ja
 
     def loss(params: Params, batch: Any, counts: Metrics | None = None) -> tuple[jax.Array, Metrics]:
         if config.objective == "ar":
-            return ar_loss(params, batch, model, config.loss, dtype, config.remat, counts)
+            return ar_loss(params, batch, model, config.loss, dtype, config.remat, counts, config.attention)
         assert config.mask_token_id is not None  # checked when the run is planned
         return d3d_loss(
             params,
@@ -38,6 +38,7 @@ def make_loss(config: TrainConfig, model: ModelConfig) -> Callable[..., tuple[ja
             dtype=dtype,
             remat=config.remat,
             counts=counts,
+            attention=config.attention,
         )
 
     return loss

@@ -24,12 +24,14 @@ import jax
 import jax.numpy as jnp
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # so that the script runs from a checkout
+sys.path.insert(0, str(Path(__file__).parent))  # and finds its neighbour when it is not run as a script
+
+from baselines import baselines
 
 from d3d_kernels import (
     BACKENDS,
     Intervals,
     attention_plan,
-    dense_mask,
     interval_attention,
     interval_decode,
     packed_intervals,
@@ -139,16 +141,11 @@ def contestants(case: Case, given: Problem, platform: str, tiny: bool) -> Iterat
         yield backend, with_gradients(function) if case.kind == "train" else function, given[:4]
     if given.new:
         return  # other libraries have no keys beside a cache
-    for implementation in ("xla", "cudnn") if platform == "gpu" else ("xla",):
-        function = functools.partial(library, implementation=implementation)
-        yield f"jax.nn {implementation}", with_gradients(function) if case.kind == "train" else function, given[:4]
-
-
-def library(q: jax.Array, k: jax.Array, v: jax.Array, intervals: Intervals, implementation: Any) -> jax.Array:
-    """`jax.nn.dot_product_attention` under a mask written out as [T, S]: the only way it takes these masks."""
-    mask = dense_mask(intervals, k.shape[2])[:, None]
-    q, k, v = (array.swapaxes(1, 2) for array in (q, k, v))
-    return jax.nn.dot_product_attention(q, k, v, mask=mask, implementation=implementation).swapaxes(1, 2)
+    for name, function in baselines(case.kind, platform, given.intervals, given.k.shape[2]):
+        if isinstance(function, str):
+            print(f"{name}: left out, {function}")
+        else:
+            yield name, with_gradients(function) if case.kind == "train" else function, given[:4]
 
 
 def with_gradients(attend: Callable) -> Callable:

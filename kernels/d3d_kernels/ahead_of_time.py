@@ -36,8 +36,8 @@ class KernelResources(NamedTuple):
     tma_loads: int
 
 
-def prepare(dump: Path) -> None:
-    """Sets what the compilers read from the environment, so that they write their reports under `dump`."""
+def prepare(dump: Path | None) -> None:
+    """Sets what the compilers read from the environment, so that they write their reports under `dump`, if any."""
     os.environ.update(
         JAX_PLATFORMS="cpu",
         ALLOW_MULTIPLE_LIBTPU_LOAD="1",
@@ -45,12 +45,16 @@ def prepare(dump: Path) -> None:
         TPU_WORKER_HOSTNAMES="localhost",
         TPU_WORKER_ID="0",
         TPU_ACCELERATOR_TYPE="v5litepod-4",
-        LIBTPU_INIT_ARGS=f"--xla_jf_dump_to={dump}/tpu --xla_jf_dump_llo_text=true",
         JAX_SKIP_CUDA_CONSTRAINTS_CHECK="1",
+    )
+    jax.config.update("jax_platforms", "cpu")
+    if dump is None:
+        return
+    os.environ.update(
+        LIBTPU_INIT_ARGS=f"--xla_jf_dump_to={dump}/tpu --xla_jf_dump_llo_text=true",
         MOSAIC_GPU_DUMP_PTX="1",
         MOSAIC_GPU_DUMP_TO=f"{dump}/gpu",
     )
-    jax.config.update("jax_platforms", "cpu")
     for folder in ("tpu", "gpu"):
         (dump / folder).mkdir(parents=True, exist_ok=True)
 
@@ -86,13 +90,29 @@ def _installed(name: str) -> bool:
     return False
 
 
-def compile_for(mesh: Mesh, function: Callable, *shapes: Any) -> Any:
-    """`function`, compiled for the mesh's devices with operands of these shapes on each: a `jax.stages.Compiled`."""
+class Spills(RuntimeError):
+    """A kernel has more live values than registers."""
+
+
+def compile_for(mesh: Mesh, function: Callable, *shapes: Any, refuse_spills: bool = False) -> Any:
+    """`function`, compiled for the mesh's devices with operands of these shapes on each: a `jax.stages.Compiled`.
+
+    Raises:
+        Spills: with `refuse_spills`, on a GPU, if the assembler had to put registers of any kernel into memory.
+            Kernels of Mosaic GPU are assembled apart: see `gpu_resources`.
+    """
     replicated = NamedSharding(mesh, PartitionSpec())
     operands = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=replicated), shapes)
     with jax.set_mesh(mesh):
         lowered = jax.jit(function).lower(*operands)
-    return lowered.compile()
+    if not refuse_spills:
+        return lowered.compile()
+    try:
+        return lowered.compile(compiler_options={"xla_gpu_fail_ptx_compilation_on_register_spilling": True})
+    except jax.errors.JaxRuntimeError as error:
+        if "register spilling" in str(error):
+            raise Spills(str(error)) from error
+        raise
 
 
 def tpu_bundles(dump: Path, kernel: str) -> list[int]:

@@ -7,7 +7,7 @@ implementation because the shapes are awkward: that is an error, which names the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -52,15 +52,22 @@ def fault(backend: str, operation: str, head_dim: int, dtypes: Sequence[jax.typi
     return None
 
 
-def choose(backend: str, operation: str, head_dim: int, dtypes: Sequence[jax.typing.DTypeLike]) -> str:
+def choose(
+    backend: str,
+    operation: str,
+    head_dim: int,
+    dtypes: Sequence[jax.typing.DTypeLike],
+    device: jax.Device | None = None,
+) -> str:
     """The backend to use.
 
     Args:
         backend: one of `BACKENDS`, which is used or refused, never replaced; or `auto`, the first backend of
-            the default device's platform that takes the operands.
+            the device's platform that takes the operands.
         operation: `ATTENTION` or `DECODE`.
         head_dim: H.
         dtypes: types of q, k and v.
+        device: where it will run; the default device when None.
 
     Raises:
         ValueError: no such backend, or none of those asked for takes the operands. The message names the
@@ -68,7 +75,7 @@ def choose(backend: str, operation: str, head_dim: int, dtypes: Sequence[jax.typ
     """
     if backend not in ("auto", *BACKENDS):
         raise ValueError(f"attention backend {backend!r} is not there; available: auto, {', '.join(BACKENDS)}")
-    asked = _preferred() if backend == "auto" else (backend,)
+    asked = _preferred(device) if backend == "auto" else (backend,)
     faults = {name: fault(name, operation, head_dim, dtypes) for name in BACKENDS}
     for name in asked:
         if faults[name] is None:
@@ -80,11 +87,10 @@ def choose(backend: str, operation: str, head_dim: int, dtypes: Sequence[jax.typ
     )
 
 
-def _preferred() -> tuple[str, ...]:
-    """Backends of the device on which arrays lie by default, best first."""
-    device = getattr(jax.config, "jax_default_device", None)
+def _preferred(device: Any = None) -> tuple[str, ...]:
+    """Backends of a device, or else of that on which arrays lie by default, best first."""
     if device is None:
-        device = jax.local_devices()[0]
+        device = getattr(jax.config, "jax_default_device", None) or jax.local_devices()[0]
     platform = device if isinstance(device, str) else device.platform
     names = _AUTO.get({"cuda": "gpu", "rocm": "gpu"}.get(platform, platform))
     if names is None:

@@ -38,6 +38,18 @@ def decode(
     interpret: Any,
 ) -> tuple[jax.Array, jax.Array]:
     """(output, lse) of `interval_decode` over a cache and at most one more source of keys."""
+    return _undifferentiated(q_BNTH, sources, intervals, scale, num_splits, backend, interpret)
+
+
+def _decode(
+    q_BNTH: jax.Array,
+    sources: Sequence[tuple[jax.Array, jax.Array]],
+    intervals: Intervals,
+    scale: float,
+    num_splits: int | Literal["auto"],
+    backend: str,
+    interpret: Any,
+) -> tuple[jax.Array, jax.Array]:
     batch, heads, num_queries, _ = q_BNTH.shape
     kv_heads = sources[0][0].shape[1]
     sizes = [k.shape[2] for k, _ in sources]
@@ -60,6 +72,16 @@ def decode(
     else:
         output, lse = merge_stacked(output, lse)
     return unpack(output.astype(q_BNTH.dtype), heads, num_queries), unpack(lse, heads, num_queries)
+
+
+_undifferentiated = jax.custom_jvp(_decode, nondiff_argnums=(3, 4, 5, 6))
+
+
+@_undifferentiated.defjvp
+def _refuse(scale: float, num_splits: Any, backend: str, interpret: Any, primals: Any, tangents: Any) -> Any:
+    raise ValueError(
+        f"interval_decode: backend {backend!r} has no gradients; differentiate interval_attention, or name backend xla"
+    )
 
 
 def _padded(source: tuple[jax.Array, jax.Array], size: int) -> tuple[jax.Array, jax.Array]:

@@ -15,7 +15,7 @@ _DUMP = pytest.StashKey[Path]()
 
 
 def _wanted(config: pytest.Config) -> bool:
-    return config.option.markexpr == "aot"
+    return config.option.markexpr.startswith("aot")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -7,11 +7,13 @@ import jax.numpy as jnp
 import pytest
 
 from d3d_kernels import Intervals, ahead_of_time, interval_attention, interval_decode
+from d3d_kernels.tuning import ATTENTION_TILES, AttentionTiles
 
 pytestmark = [pytest.mark.aot, pytest.mark.timeout(600)]
 
 KV_HEADS, WIDTH, CACHE = 8, 128, 32768
 HEADS = {"8B": 32, "32B": 64}
+MODELS = ["8B", pytest.param("32B", marks=pytest.mark.slow)]
 
 
 def shape(*dims: int, dtype=jnp.bfloat16) -> jax.ShapeDtypeStruct:
@@ -47,8 +49,13 @@ def packed_shapes(heads: int) -> tuple:
     return shape(1, heads, 272, WIDTH), cache, cache, bounds(1, 272), new, new
 
 
+def training_shapes(heads: int) -> tuple:
+    q, k = shape(2, heads, 8192, WIDTH), shape(2, KV_HEADS, 8192, WIDTH)
+    return q, k, k, q, bounds(2, 8192)
+
+
 @pytest.mark.parametrize("shapes", [verify_shapes, packed_shapes])
-@pytest.mark.parametrize("model", HEADS)
+@pytest.mark.parametrize("model", MODELS)
 def test_hopper_decoding_multiplies_by_wgmma_loads_by_tma_and_spills_nothing(mesh_of, dump, model, shapes):
     mesh = mesh_of("h200")
     compiled = ahead_of_time.compile_for(mesh, decode_with("mosaic_gpu"), *shapes(HEADS[model]))
@@ -58,15 +65,21 @@ def test_hopper_decoding_multiplies_by_wgmma_loads_by_tma_and_spills_nothing(mes
     assert kernel.wgmma > 0 and kernel.tma_loads > 0
 
 
-@pytest.mark.parametrize("model", HEADS)
-def test_triton_kernels_compile_and_keep_little(mesh_of, model):
+@pytest.mark.parametrize("model", MODELS)
+def test_triton_kernels_compile_spill_nothing_and_keep_little(mesh_of, model):
     mesh, heads = mesh_of("h200"), HEADS[model]
     for shapes in (verify_shapes, packed_shapes):
-        compiled = ahead_of_time.compile_for(mesh, decode_with("triton"), *shapes(heads))
+        compiled = ahead_of_time.compile_for(mesh, decode_with("triton"), *shapes(heads), refuse_spills=True)
         assert compiled.memory_analysis().temp_size_in_bytes < 100e6
-    q, k = shape(2, heads, 8192, WIDTH), shape(2, KV_HEADS, 8192, WIDTH)
-    compiled = ahead_of_time.compile_for(mesh, train, q, k, k, q, bounds(2, 8192))
+    compiled = ahead_of_time.compile_for(mesh, train, *training_shapes(heads), refuse_spills=True)
     assert compiled.memory_analysis().temp_size_in_bytes < 150e6
+
+
+@pytest.mark.slow
+def test_a_tile_that_is_too_large_for_the_registers_is_refused(mesh_of, monkeypatch):
+    monkeypatch.setitem(ATTENTION_TILES, "triton", AttentionTiles((256, 128), (128, 128), 16))
+    with pytest.raises(ahead_of_time.Spills):
+        ahead_of_time.compile_for(mesh_of("h200"), train, *training_shapes(32), refuse_spills=True)
 
 
 @pytest.mark.parametrize("backend", ["mosaic_gpu", "triton"])

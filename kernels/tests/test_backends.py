@@ -81,6 +81,19 @@ def test_interpreting_is_for_kernels():
         interval_attention(*operands(), interpret=True)
 
 
+@pytest.mark.parametrize("backend", ["triton", "mosaic_tpu"])
+def test_decoding_on_a_kernel_backend_refuses_to_be_differentiated(backend):
+    q, _, _, intervals = operands()
+    cache = jnp.ones((1, 1, 32, 64))
+
+    def total(q, **chosen):
+        return interval_decode(q, cache, cache, intervals, **chosen).sum()
+
+    with pytest.raises(ValueError, match=f"'{backend}' has no gradients; differentiate interval_attention, or name"):
+        jax.grad(total)(q, backend=backend, interpret=True)
+    assert jax.grad(total)(q, backend="xla").shape == q.shape
+
+
 def test_splits_start_at_one():
     with pytest.raises(ValueError, match="num_splits is 'auto' or at least 1, not 0"):
         interval_decode(*operands(), num_splits=0)

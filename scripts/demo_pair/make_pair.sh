@@ -1,39 +1,54 @@
 #!/usr/bin/env bash
 # The embedded pair from nothing. Each stage is skipped when its result is there, and resumes when it was cut.
+# A rehearsal goes through every stage with few questions and steps: within minutes it tells whether the rest would run.
 set -euo pipefail
-work=${1:?usage: make_pair.sh WORK_FOLDER}
+questions=7173 validation=300 few=() short=()
+if [ "${1:-}" = --rehearse ]; then
+    questions=60 validation=20 few=(steps=2 save_every=2 validate_every=2 log_every=1 batch_size=2)
+    short=(--max-new-tokens 6)
+    shift
+fi
+work=${1:?usage: make_pair.sh [--rehearse] WORK_FOLDER}
 here=$(cd "$(dirname "$0")" && pwd)
 configs=$here/../../configs/train
 mkdir -p "$work"
 cd "$work"
 
+train() { # train NAME: by configs/train/demo_NAME.yaml
+    d3d train --config "$configs/demo_$1.yaml" --host-devices 2 "${few[@]}"
+}
+respond() { # respond OUTPUT ARGUMENTS...: the file has its name when it is whole
+    d3d respond --model-path target --batch-size 64 --output "$1.part" "${@:2}" "${short[@]}"
+    mv "$1.part" "$1"
+}
+drafter() { # drafter RUN FOLDER
+    d3d export "runs/$1" "$2" --target-model d3d-demo-target --dtype float16
+}
+
 if [ ! -f validation.jsonl ]; then
     gzip -dc "$here/gsm8k_train.jsonl.gz" > all.jsonl
-    head -n 7173 all.jsonl > train.jsonl
-    tail -n 300 all.jsonl > validation.jsonl
+    head -n "$questions" all.jsonl > train.jsonl
+    tail -n "$validation" all.jsonl > validation.jsonl
 fi
 [ -f tokenizer/tokenizer.json ] || python -m d3d_jax.data.tokenizer_training all.jsonl tokenizer
 
 [ -d target ] || {
-    d3d train --config "$configs/demo_target.yaml" --host-devices 2
+    train target
     d3d export runs/target target --tokenizer tokenizer --dtype float16
 }
+
 for set in train validation; do
-    [ -f "$set-responses.jsonl" ] || {
-        d3d respond --model-path target --input "$set.jsonl" --output "$set-part.jsonl" --max-new-tokens 128 --max-len 288 --batch-size 64
-        mv "$set-part.jsonl" "$set-responses.jsonl"
-    }
+    [ -f $set-responses.jsonl ] || respond $set-responses.jsonl --input $set.jsonl --max-new-tokens 128 --max-len 288
 done
-[ -f more-responses.jsonl ] || { # a sampled response a question beside the greedy one
-    d3d respond --model-path target --input train.jsonl --output sampled-part.jsonl --max-new-tokens 160 --max-len 320 --batch-size 64 \
-        --temperature 0.6 --seed 1 --dtype bfloat16
-    cat train-responses.jsonl sampled-part.jsonl > more-responses.jsonl
-}
+# a sampled response a question beside the greedy one
+[ -f sampled-responses.jsonl ] || respond sampled-responses.jsonl --input train.jsonl --max-new-tokens 160 --max-len 320 \
+    --temperature 0.6 --seed 1 --dtype bfloat16
+
 [ -d drafter-first ] || {
-    d3d train --config "$configs/demo_drafter.yaml" --host-devices 2
-    d3d export runs/drafter drafter-first --target-model d3d-demo-target --dtype float16
+    train drafter
+    drafter drafter drafter-first
 }
 [ -d drafter ] || {
-    d3d train --config "$configs/demo_drafter_more.yaml" --host-devices 2
-    d3d export runs/drafter-more drafter --target-model d3d-demo-target --dtype float16
+    train drafter_more
+    drafter drafter-more drafter
 }

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from d3d_jax.benchmarks.compile_counter import CompileCounter
-from d3d_jax.benchmarks.runner import Lane, Task, one_of_each_size, run_lanes
+from d3d_jax.benchmarks.runner import Lane, Task, run_lanes
 from d3d_jax.benchmarks.summary import summarize
 from d3d_jax.config import DecodeConfig
 from d3d_jax.decoding.observer import Observer
@@ -36,9 +36,14 @@ class Player:
     prefill_s: float = 1.0
     ids: tuple[int, ...] = tuple(range(1, 15))
     past_end: int = 0  # rounds launched after the last that counts
-    max_len: int = 256
     compiled: set[int] = field(default_factory=set)
     calls: list[tuple[int, int]] = field(default_factory=list)
+
+    def warm_up(self, prompt_lengths, params):
+        begin = self.clock()
+        for length in {n > 64: n for n in prompt_lengths}.values():
+            self.generate([[0] * length], params[0])
+        return self.clock() - begin
 
     def generate(self, prompts, params, *, observer=None):
         size = 64 if len(prompts[0]) <= 64 else 128
@@ -111,10 +116,6 @@ def test_rounds_that_the_host_waited_for_share_the_wall_clock():
     run, result = figures(played(clock, past_end=2), clock)
     assert run.lanes["sync"].rounds_run == [4, 4, 4]
     assert result["modes"]["sync"]["round_ms"] == pytest.approx(500)
-
-
-def test_a_prompt_of_each_padded_length_warms_up():
-    assert one_of_each_size(TASK, 256) == [(1, 2, 3), (4,) * 70]
 
 
 def test_a_compilation_is_counted_and_a_second_call_is_none():

@@ -14,7 +14,8 @@ from d3d_jax.cli.main import main
 from d3d_jax.config import BlockConfig, LossConfig, ModelConfig, RopeConfig, TrainConfig
 from d3d_jax.data.builder import DESCRIPTION, LONG, DatasetReport, build_dataset, dataset_tokenizer, read_dataset
 from d3d_jax.data.chat import tokenizer_hash
-from d3d_jax.data.documents import EMPTY, NO_RESPONSE, load_documents, read_rows
+from d3d_jax.data.documents import EMPTY, NO_RESPONSE, read_rows
+from d3d_jax.data.sources import load_documents
 from d3d_jax.data.tokenizer_training import train_tokenizer
 from d3d_jax.errors import CheckpointError, ConfigError, DataError
 from d3d_jax.training.plan import plan_run
@@ -108,15 +109,15 @@ def test_a_run_reads_the_folder_as_it_reads_the_file(built, responses, tokenizer
 
 def test_what_is_no_dataset_folder_or_has_lost_rows_is_refused(built, tmp_path):
     with pytest.raises(DataError, match=f"no readable {DESCRIPTION}; expected a folder made by `d3d dataset`"):
-        load_documents(tmp_path, None, 400)
+        load_documents([tmp_path], None, 400)
     for path in built[0].iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     text = (tmp_path / DESCRIPTION).read_text()
     (tmp_path / DESCRIPTION).write_text(text.replace('"rows": 30', '"rows": 31'))
     with pytest.raises(DataError, match="holds 30 rows, but 31 were written"):
-        load_documents(tmp_path, None, 400)
+        load_documents([tmp_path], None, 400)
     with pytest.raises(DataError, match=r"token id .* but the model has 100 rows"):
-        load_documents(built[0], None, 100)
+        load_documents([built[0]], None, 100)
 
 
 def test_a_dataset_that_cannot_be_made_is_refused_and_leaves_nothing(built, responses, tokenizer_folder, tmp_path):

@@ -42,6 +42,19 @@ def test_rows_on_demand_are_the_packed_rows(documents, stored, read):
     assert not rows.structure(slice(0, 9)).tokens.any()
 
 
+def test_parts_joined_are_one_behind_the_other_and_read_where_they_lie(documents, stored, read):
+    cut = len(documents) // 3
+    parts = [
+        Documents(stored.sizes[:cut], documents[:cut].__getitem__),
+        Documents(stored.sizes[:0], documents[:0].__getitem__),
+        Documents(stored.sizes[cut:], documents[cut:].__getitem__),
+    ]
+    joined = Documents.joined(parts)
+    assert np.array_equal(joined.sizes, stored.sizes)
+    assert all(found is document for found, document in zip(joined, documents, strict=True))
+    assert Documents.joined([stored]) is stored and not read
+
+
 def test_batches_are_the_same_and_a_process_reads_its_own_part_alone(documents, stored, read):
     blocks = BlockArguments(8, 20)
     rows, packed = Rows(stored, 64, seed=0), pack(documents, 64, seed=0)[0]

@@ -17,9 +17,10 @@ from d3d_jax.checkpoints.hf_config import read_model_config
 from d3d_jax.cli.main import main
 from d3d_jax.config import ModelConfig, RopeConfig
 from d3d_jax.data.builder import build_dataset, read_dataset
-from d3d_jax.data.documents import Row, load_documents
+from d3d_jax.data.documents import Row
 from d3d_jax.data.packing import Top
 from d3d_jax.data.responses import Question, label, with_top_logprobs
+from d3d_jax.data.sources import load_documents
 from d3d_jax.data.top_logprobs import Teacher
 from d3d_jax.errors import DataError
 from d3d_jax.models.qwen3 import Qwen3, forward, head
@@ -143,7 +144,7 @@ def test_the_command_stores_them_and_a_dataset_keeps_them(tokenizer_folder, toke
     report = build_dataset([tmp_path / "out.jsonl"], tmp_path / "set", tokenizer_folder)
     stored = read_dataset(tmp_path / "set", top=True)[0]
     assert report.rows == len(stored) == 3
-    file = load_documents(tmp_path / "out.jsonl", None, vocab, top=True)
+    file = load_documents([tmp_path / "out.jsonl"], None, vocab, top=True)
     for one, other in zip(stored, file, strict=True):
         assert one.top is not None and other.top is not None
         assert np.array_equal(one.top.ids, other.top.ids) and np.array_equal(one.top.logprobs, other.top.logprobs)

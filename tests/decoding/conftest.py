@@ -17,7 +17,7 @@ from d3d_jax.config import DecodeConfig, DrafterConfig, ModelConfig, RopeConfig,
 from d3d_jax.decoding import programs
 from d3d_jax.decoding.engine import Engine
 from d3d_jax.decoding.placement import Model
-from d3d_jax.decoding.state import Completion
+from d3d_jax.decoding.state import Completion, Odds
 from d3d_jax.models.qwen3 import Qwen3
 
 VOCAB, TOKEN_IDS, MASK = 72, 64, 64
@@ -111,7 +111,8 @@ def scripted(monkeypatch):
                 which = jnp.argmax(jnp.asarray([len(prompt) for prompt in PROMPTS]) == start[0, 0])[None]
             tokens = jnp.asarray(table)[which[:, None, None], position]
             sure = jnp.where(jnp.asarray(err)[position], 0.1, 0.9)
-            return tokens, sure.astype(jnp.float32)
+            others = (tokens[..., None] + 1 + jnp.arange(how.decode.num_candidates)) % TOKEN_IDS
+            return tokens, Odds(sure.astype(jnp.float32), others, jnp.full(others.shape, 0.05))
 
         monkeypatch.setattr(programs, "_drafts", drafts)
 

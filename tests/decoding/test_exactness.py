@@ -15,6 +15,8 @@ POLICIES = [
     {"mode": "async", "miss": "redraft"},
     {"mode": "async", "miss": "redraft", "outcomes": 2},
     {"mode": "async", "miss": "keep", "outcomes": 1, "ban_rejected": False},
+    {"mode": "async", "miss": "keep", "bonus": "both", "candidates": 2, "outcomes": 2},
+    {"mode": "async", "miss": "redraft", "bonus": "anchored", "candidates": 3, "row_budget": 20},
 ]
 
 
@@ -82,7 +84,9 @@ def test_ragged_acceptance_is_exactly_what_the_drafts_deserve(target, ar_tokens,
         assert completion.ids == ids[:50]
         position = len(prompt)  # of the anchor
         for verified in completion.rounds:
-            if policy.get("outcomes") != 1:  # an outcome that was not drafted has no drafts to accept
+            if (
+                policy.get("outcomes") != 1 and "bonus" not in policy
+            ):  # an outcome that was not drafted has no drafts to accept
                 right = next((n for n in range(5) if (position + n + 1) % period == 0), 5)
                 assert verified.accepted == right
             position += verified.accepted + 1

@@ -20,6 +20,7 @@ POLICIES = [
     {"mode": "sync", "block_size": 4},
     {"mode": "async", "block_size": 4, "miss": "keep"},
     {"mode": "async", "block_size": 4, "miss": "redraft"},
+    {"mode": "async", "block_size": 4, "miss": "redraft", "bonus": "both", "outcomes": 2, "row_budget": 20},
 ]
 QUIET = settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 

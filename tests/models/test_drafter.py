@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 from d3d_jax.config import DrafterConfig, ModelConfig, RopeConfig
-from d3d_jax.decoding.programs import select
+from d3d_jax.decoding.branches import select
 from d3d_jax.decoding.state import Outcome, Successors
 from d3d_jax.models import drafter as drafters
 from d3d_jax.models.cache import KVCache, empty_cache
@@ -173,9 +173,9 @@ def test_blocks_leave_no_trace_in_the_cache(params, in_flight, cache, kind):
 def test_a_branch_sees_its_whole_block_or_only_its_past(params, in_flight, cache, kind):
     blocks = np.full((ROWS, BLOCK, BLOCK), MASK, np.int32)
     _, before, _ = packed(params, in_flight, cache, kind, blocks)
-    other = blocks.copy()  # the first pass may still be reading
-    other[:, :, 2] = 5
-    _, after, _ = packed(params, in_flight, cache, kind, other)
+    shown = blocks.copy()  # a device may still be reading the old one
+    shown[:, :, 2] = 5
+    _, after, _ = packed(params, in_flight, cache, kind, shown)
     changed = [not np.array_equal(before[:, :, o], after[:, :, o]) for o in range(BLOCK)]
     assert changed == ([False, False, True, True] if kind == "causal" else [True] * BLOCK)
 
@@ -223,7 +223,7 @@ def positions_of(monkeypatch: pytest.MonkeyPatch):
     def positions(length: int, clean: list[int], blocks: jax.Array, context: list[int]) -> tuple[list, list]:
         seen = []
 
-        def record(params, tokens, positions, intervals, cache, num_clean, config, backend, slot):
+        def record(params, tokens, positions, intervals, cache, num_clean, config, attention, slot):
             seen.append(np.asarray(positions)[0])
             return jnp.zeros((*tokens.shape, CONFIG.hidden_size)), cache
 
@@ -249,7 +249,7 @@ def test_the_decoder_follows_the_golden_table(positions_of):
     # What slot o drafted is verified as the token of that very position: it becomes the next block as it stands.
     drafted = jnp.zeros((1, BLOCK, BLOCK), jnp.int32).at[0, a].set(jnp.array([label for _, _, label in GOLDEN]))
     outcome = Outcome(jnp.array([a]), jnp.array([15]), jnp.array([False]))
-    block, hit = select(Successors(drafted, jnp.ones((1, BLOCK), bool)), outcome)
+    block, hit = select(Successors(drafted, jnp.arange(BLOCK)[None], jnp.zeros((1, BLOCK), bool)), outcome)
     assert block.tolist() == [[15, 16, 17, 18]] and hit.tolist() == [True]
     clean, _ = positions_of(p + a + 1, block[0].tolist(), masks, [0] * BLOCK)
     assert list(zip(clean, block[0].tolist(), strict=True)) == [(position, label) for _, position, label in GOLDEN]

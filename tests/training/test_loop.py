@@ -183,6 +183,8 @@ def test_a_drafter_that_is_trained_on_keeps_its_own_mask_row(config, folder, tmp
         ({"model": None, "init": "FOLDER", "init_layers": ()}, ConfigError, r"init_layers=\(\) must pick"),
         ({"loss": LossConfig()}, ConfigError, "loss.gamma has no default for block_size=4"),
         ({"train_data": "nowhere.jsonl"}, DataError, "nowhere.jsonl: no such file"),
+        ({"train_data": ()}, ConfigError, r"data \[\]: expected at least one file or folder"),
+        ({"validation_data": ("a", "a")}, ConfigError, r"data \['a', 'a'\]: .* each named once"),
         ({"validation_data": "nowhere.jsonl"}, DataError, "nowhere.jsonl: no such file"),
         ({"model": dataclasses.replace(MODEL, vocab_size=18), "mask_token_id": 17}, DataError, "token id 19, but the"),
         ({"batch_size": 400}, DataError, "batch_size 400; expected a batch to fit"),

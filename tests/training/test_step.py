@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from typing import Any
 
@@ -13,12 +14,23 @@ import pytest
 from jax.sharding import NamedSharding
 
 from d3d_jax.checkpoints.training_run import read_run
-from d3d_jax.config import BlockConfig, LossConfig, MeshConfig, ModelConfig, OptimizerConfig, RopeConfig, TrainConfig
+from d3d_jax.config import (
+    AttentionConfig,
+    BlockConfig,
+    LossConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RopeConfig,
+    TrainConfig,
+)
 from d3d_jax.devices.mesh import make_mesh
 from d3d_jax.devices.sharding import BATCH, on_mesh, replicated, tree_shardings
+from d3d_jax.errors import CompatibilityError
 from d3d_jax.models.qwen3 import init_params, parameter_table
 from d3d_jax.training import loss as losses
 from d3d_jax.training.loop import train
+from d3d_jax.training.plan import plan_run
 from d3d_jax.training.state import fresh_params, joined, split
 from d3d_jax.training.step import make_gradient
 from tests.training.toy import MODEL, assert_equal, saved
@@ -117,3 +129,34 @@ def test_on_a_mesh_each_device_has_its_rows_logits_over_its_part_of_the_vocabula
         shape for shape in moved if re.fullmatch(rf"\w+\[\d+,\d+,({VOCABULARY}|{VOCABULARY // 2})\]", shape)
     ]
     assert f"{VOCABULARY}]" not in text and f"[{VOCABULARY}," not in text, "a device holds all of the vocabulary"
+
+
+# ---- the kernels inside the model
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["triton", "mosaic_tpu"])
+def test_interpreted_kernels_give_the_gradients_of_the_reference(config, short_corpus, backend):
+    """Through scan and remat, on a mesh that splits rows and heads."""
+    model = dataclasses.replace(MODEL, head_dim=64)  # kernels of Mosaic TPU have no heads of 16
+    fixed = {"train_data": str(short_corpus), "model": model, "remat": True, "batch_size": 2}
+    mesh = make_mesh(MeshConfig(1, 2, 2), jax.devices()[:4])
+    found = []
+    for attention in (AttentionConfig("xla"), AttentionConfig(backend, interpret=True)):
+        run = config(**fixed, attention=attention)
+        batch = jax.device_put(plan_run(run).train.at(0), NamedSharding(mesh, BATCH))
+        gradient = make_gradient(run, model)
+
+        def on_the_mesh(params, batch, gradient=gradient):
+            with on_mesh(mesh):
+                return gradient(params, batch)
+
+        found.append(jax.jit(on_the_mesh)(fresh_params(model, 0, mesh), batch))
+    for expected, kernel in zip(*map(jax.tree.leaves, found), strict=True):
+        np.testing.assert_allclose(kernel, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_a_backend_that_cannot_train_is_refused_before_the_first_step(config, short_corpus):
+    run = config(train_data=str(short_corpus), attention=AttentionConfig("mosaic_gpu"))
+    with pytest.raises(CompatibilityError, match=r"attention.backend: interval_attention: .*mosaic_gpu.*can: xla"):
+        train(run, jax.devices()[:1])

@@ -1,4 +1,4 @@
-"""Dataclasses from plain mappings, YAML files and `a.b=c` overrides, and back.
+"""Configuration files: YAML and `a.b=c` overrides into frozen dataclasses.
 
 A file holds one mapping whose keys are the fields of one dataclass; nested dataclasses are nested
 mappings. Unknown keys and values of the wrong type are refused with the path of the key, so a typing

@@ -1,0 +1,129 @@
+"""Policies know numbers alone: what they choose follows from what they were told."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from d3d_jax.config import DecodeConfig
+from d3d_jax.decoding import asynchronous
+from d3d_jax.decoding.policies import Fastest, InTurn, Tactic, policy_for, tactics
+
+from .conftest import GREEDY, PROMPTS, run, shared
+
+KEEP, REDRAFT = Tactic(False, "all"), Tactic(True, "all")
+
+
+def told(policy: Fastest, rounds: int, speed: dict[Tactic, tuple[int, float]]) -> list[Tactic]:
+    """The tactics of so many rounds, each of which gives and takes what `speed` says."""
+    used = []
+    for _ in range(rounds):
+        used.append(policy.next())
+        policy.observe(used[-1], *speed[used[-1]])
+    return used
+
+
+def test_what_the_settings_leave_open():
+    assert tactics(DecodeConfig(miss="keep", outcomes=3)) == (Tactic(False, 3),)
+    assert tactics(DecodeConfig(miss="auto")) == (KEEP, REDRAFT)
+    found = tactics(DecodeConfig(miss="auto", outcomes="auto", block_size=8))
+    assert found == tuple(Tactic(again, count) for count in ("all", 4, 2) for again in (False, True))
+    assert tactics(DecodeConfig(miss="keep", outcomes="auto", block_size=2)) == (KEEP, Tactic(False, 1))
+    assert isinstance(policy_for([KEEP]), InTurn) and isinstance(policy_for([KEEP, REDRAFT]), Fastest)
+
+
+def test_the_faster_tactic_is_used_but_for_the_trials():
+    policy = Fastest([KEEP, REDRAFT], trial=5, stretch=50)
+    used = told(policy, 500, {KEEP: (3, 1.0), REDRAFT: (5, 1.2)})
+    assert used[:10] == [KEEP] * 5 + [REDRAFT] * 5
+    assert used[10:60] == [REDRAFT] * 50 and used[60:65] == [KEEP] * 5
+    assert used.count(REDRAFT) >= 440
+    assert policy.rate(REDRAFT) == pytest.approx(5 / 1.2) and policy.rate(KEEP) == pytest.approx(3)
+
+
+def test_it_is_the_rule_of_the_algorithm():
+    """Redraft when T_redraft < T_round (tau_anchored - 1 - extra_if_kept) / tau, all misses being redrafted."""
+    hit_rate, t_round, tau_hit, kept, anchored = 0.6, 1.0, 4.0, 1.2, 3.0
+    tau = hit_rate * tau_hit + (1 - hit_rate) * (1 + kept)
+    even = t_round * (anchored - 1 - kept) / tau
+    for t_redraft, better in ((0.9 * even, REDRAFT), (1.1 * even, KEEP)):
+        policy = Fastest([KEEP, REDRAFT], trial=10, stretch=100)
+        misses = iter([i % 5 in (1, 3) for i in range(10_000)])
+        for _ in range(2000):
+            tactic, missed = policy.next(), next(misses)
+            again = missed and tactic.redraft
+            gained = tau_hit if not missed else anchored if again else 1 + kept
+            policy.observe(tactic, gained, t_round + t_redraft * again)
+        assert max((KEEP, REDRAFT), key=policy.rate) == better
+
+
+def test_it_turns_when_the_world_does():
+    policy = Fastest([KEEP, REDRAFT], trial=5, stretch=40, memory=20)
+    told(policy, 200, {KEEP: (4, 1.0), REDRAFT: (3, 1.0)})
+    used = told(policy, 400, {KEEP: (2, 1.0), REDRAFT: (3, 1.0)})
+    assert used[-100:].count(REDRAFT) >= 80
+
+
+def test_the_first_round_after_a_change_tells_nothing():
+    policy = Fastest([KEEP, REDRAFT], trial=3)
+    for seconds in (1.0, 1.0, 1.0, 99.0, 1.0, 1.0):
+        policy.observe(policy.next(), 2, seconds)
+    assert policy.rate(REDRAFT) == pytest.approx(2.0)
+
+
+class Script:
+    """Decides by the number of the round alone, so that two runs can be compared round by round."""
+
+    def __init__(self, choices):
+        self.choices, self.rounds, self.seen = choices, 0, []
+
+    def next(self):
+        self.rounds += 1
+        return self.choices[(self.rounds + self.rounds // 4) % len(self.choices)]
+
+    def observe(self, tactic, tokens, seconds):
+        self.seen.append((tactic, tokens, seconds))
+
+
+@pytest.fixture
+def scripts(monkeypatch) -> list[Script]:
+    made: list[Script] = []
+
+    def make(choices):
+        made.append(Script(choices))
+        return made[-1]
+
+    monkeypatch.setattr(asynchronous, "policy_for", make)
+    shared.cache_clear()
+    yield made
+    shared.cache_clear()
+
+
+def test_tactics_change_from_round_to_round_and_no_token_does(ar_tokens, scripts):
+    """Overlapped and step by step, the same decisions give the very same rounds."""
+    decode = DecodeConfig(block_size=4, miss="auto", outcomes="auto")
+    engines = [shared(0, how, 2) for how in (decode, dataclasses.replace(decode, step_by_step=True))]
+    for prompt, ids in zip(PROMPTS, ar_tokens(GREEDY), strict=True):
+        for script in scripts:
+            script.rounds = 0
+        overlapped, stepped = (run(engine, [prompt], 40)[0] for engine in engines)
+        assert overlapped.ids == stepped.ids == ids
+        assert overlapped.rounds == stepped.rounds
+    redrafted = [verified.redrafted for verified in overlapped.rounds]
+    assert any(redrafted) and not all(redrafted)
+    for script in scripts:
+        assert {tactic for tactic, _, _ in script.seen} == set(tactics(decode))
+        assert all(tokens >= 0 and seconds > 0 for _, tokens, seconds in script.seen)
+
+
+def test_warm_up_runs_every_tactic_and_leaves_the_policy_as_it_was(scripts):
+    from d3d_jax.benchmarks.compile_counter import CompileCounter
+
+    engine = shared(0, DecodeConfig(block_size=4, miss="auto", outcomes="auto"), 2)
+    engine.warm_up(prompt_lengths=[3])
+    [script] = scripts
+    assert script.rounds == 0
+    with CompileCounter() as counter:
+        run(engine, PROMPTS[:1], 40)
+    assert script.rounds > 6 and counter.count == 0
