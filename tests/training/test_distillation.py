@@ -14,8 +14,8 @@ from flax import nnx
 from jax.scipy.special import logsumexp
 
 from d3d_jax.config import LossConfig
-from d3d_jax.data.documents import load_documents
 from d3d_jax.data.packing import Document, Top, block_starts, pack
+from d3d_jax.data.sources import load_documents
 from d3d_jax.data.top_logprobs import top_logprobs
 from d3d_jax.errors import ConfigError, DataError
 from d3d_jax.models.qwen3 import Qwen3, forward, head
@@ -187,7 +187,7 @@ def test_a_run_distils_and_tells_the_part(config, with_top):
 
 
 def test_likeliest_tokens_are_read_where_they_are_used_and_only_there(config, with_top, corpus):
-    documents = load_documents(with_top, None, VOCAB, top=True)
+    documents = load_documents([with_top], None, VOCAB, top=True)
     assert documents[3].top is not None and documents[3].top.ids.shape == (4, 2)
     plain = plan_run(config(train_data=str(with_top)))
     assert "top_ids" not in plain.train.at(0) and "kd_weight" not in plain.contract["loss"]
@@ -214,7 +214,7 @@ def test_malformed_likeliest_tokens_are_refused(tmp_path, ids, logprobs, said):
     row = {"id": "a", "ids": [1, 5, 6], "prompt_length": 1, "top_ids": ids, "top_logprobs": logprobs}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
     with pytest.raises(DataError, match=said):
-        load_documents(tmp_path / "rows.jsonl", None, VOCAB, top=True)
+        load_documents([tmp_path / "rows.jsonl"], None, VOCAB, top=True)
 
 
 def test_documents_with_unlike_numbers_of_likeliest_tokens_are_refused():
