@@ -217,6 +217,19 @@ def test_malformed_likeliest_tokens_are_refused(tmp_path, ids, logprobs, said):
         load_documents([tmp_path / "rows.jsonl"], None, VOCAB, top=True)
 
 
+def test_sources_and_rows_with_unlike_numbers_of_likeliest_tokens_are_refused_at_the_start(tmp_path):
+    def row(k: int) -> str:
+        top = {"top_ids": [list(range(k))] * 2, "top_logprobs": [[-1.0] * k] * 2}
+        return json.dumps({"id": str(k), "ids": [1, 5, 6], "prompt_length": 1, **top}) + "\n"
+
+    for name, text in {"two": row(2), "three": row(3), "mixed": row(2) + row(3)}.items():
+        (tmp_path / f"{name}.jsonl").write_text(text)
+    with pytest.raises(DataError, match=r"mixed.jsonl, row 0 has 2 likeliest .*, row 1 has 3; make all with one"):
+        load_documents([tmp_path / "mixed.jsonl"], None, VOCAB, top=True)
+    with pytest.raises(DataError, match=r"two.jsonl has 2 likeliest tokens a place, .*three.jsonl has 3; make all"):
+        load_documents([tmp_path / "two.jsonl", tmp_path / "three.jsonl"], None, VOCAB, top=True)
+
+
 def test_documents_with_unlike_numbers_of_likeliest_tokens_are_refused():
     ids = np.arange(1, 5, dtype=np.int32)
     top = Top(np.ones((2, 3), np.int32), np.zeros((2, 3), np.float32))
