@@ -298,6 +298,11 @@ class LossConfig:
     prompt_weight: float = 0.0
     kd_weight: float = 0.0
 
+    def __post_init__(self) -> None:
+        weights = {name: getattr(self, name) for name in ("ar_weight", "prompt_weight", "kd_weight")}
+        if min(weights.values()) < 0:
+            raise ConfigError(f"loss weights {weights}: expected 0 or above")
+
 
 @dataclass(frozen=True)
 class OptimizerConfig:

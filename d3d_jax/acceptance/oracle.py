@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from d3d_jax.config import DrafterConfig, ModelConfig
+from d3d_jax.config import AttentionConfig, DrafterConfig, ModelConfig
 from d3d_jax.devices.sharding import constrain, parts
+from d3d_jax.models.attention import AUTO
 from d3d_jax.models.layers import linear
 from d3d_jax.models.qwen3 import Params, forward_after, head, keys_and_values
 from d3d_kernels import Intervals, causal_intervals, training_intervals
@@ -64,6 +65,7 @@ def draft_everywhere(
     *,
     gates_L: jax.Array | None = None,
     dtype: Any = None,
+    attention: AttentionConfig = AUTO,
 ) -> Everywhere:
     """Draft two blocks from every response token of `rows`: one of masks, one that shows the token.
 
@@ -85,6 +87,7 @@ def draft_everywhere(
         intervals=causal_intervals(rows["start"]),
         gates_L=gates_L,
         dtype=dtype,
+        attention=attention,
     )
     count = rows["response"].sum(axis=1, dtype=jnp.int32)
     order = jnp.argsort(~rows["response"], axis=1, stable=True)
@@ -92,7 +95,7 @@ def draft_everywhere(
     starts = jnp.pad(starts, ((0, 0), (0, -slots % at_once)), constant_values=-1)
     draft = partial(
         _draft_from, params, context, rows, model=model, drafter=drafter, num_token_ids=num_token_ids,
-        gates_L=gates_L, dtype=dtype,
+        gates_L=gates_L, dtype=dtype, attention=attention,
     )  # fmt: skip
 
     def part(at: jax.Array) -> tuple:
@@ -122,6 +125,7 @@ def _draft_from(
     num_token_ids: int,
     gates_L: jax.Array | None,
     dtype: Any,
+    attention: AttentionConfig,
 ) -> tuple:
     """The fields of `Everywhere` after `count`, each [B, C], for blocks from the slots `start`; -1 is none."""
     batch, blocks = start_BC.shape
@@ -149,6 +153,7 @@ def _draft_from(
         intervals=Intervals(*(bound[:, slots:] for bound in everyone)),
         gates_L=gates_L,
         dtype=dtype,
+        attention=attention,
     )
     ids = jnp.arange(model.vocab_size)
     can_be_drafted = (ids < num_token_ids) & (ids != drafter.mask_token_id)

@@ -26,7 +26,8 @@ class _At(NamedTuple):
 def samples(found: Everywhere, decode: DecodeConfig) -> list[Sample]:
     """What decoding with the settings of `decode` would have done with each response, in order of rows and documents.
 
-    `found` must be on the host. Where the text was sampled the same holds, as long as drafts are the likeliest tokens.
+    `found` must be on the host, and `decode.block_size` the drafter's. Where the text was sampled the same holds, as
+    long as drafts are the likeliest tokens.
 
     Raises:
         ConfigError: for settings whose rounds depend on more than the text.

@@ -29,7 +29,10 @@ def load_documents(
         DataError: for a file or folder that is none, a turn that cannot be used, ids outside the vocabulary, likeliest
             tokens that are wanted and not there, or text without a tokenizer.
     """
-    return Documents.joined([_loaded(path, tokenizer, vocab_size, top) for path in sources])
+    loaded = [_loaded(path, tokenizer, vocab_size, top) for path in sources]
+    if top:
+        _check_widths({str(path): _width(documents[0]) for path, documents in zip(sources, loaded, strict=True)})
+    return Documents.joined(loaded)
 
 
 def _loaded(path: str | Path, tokenizer: Any | None, vocab_size: int, top: bool) -> Documents:
@@ -44,6 +47,8 @@ def _loaded(path: str | Path, tokenizer: Any | None, vocab_size: int, top: bool)
             raise DataError(f"{path}: no row has a response")
         if top and any(document.top is None for document in kept):
             raise DataError(f"{path}: {NO_TOP}")
+        if top:
+            _check_widths({f"{path}, row {number}": _width(document) for number, document in enumerate(kept)})
         highest = max(int(document.ids.max()) for document in kept)
         documents = Documents(np.array([(len(d.ids), d.prompt_length) for d in kept]), kept.__getitem__)
     if highest >= vocab_size:
@@ -51,6 +56,21 @@ def _loaded(path: str | Path, tokenizer: Any | None, vocab_size: int, top: bool)
             f"{path} holds token id {highest}, but the model has {vocab_size} rows: it was made with another tokenizer"
         )
     return documents
+
+
+def _width(document: Document) -> int:
+    """K, likeliest tokens that are stored for each token of the response."""
+    return 0 if document.top is None else document.top.ids.shape[1]
+
+
+def _check_widths(widths: dict[str, int]) -> None:
+    first, *others = widths.items()
+    for place, width in others:
+        if width != first[1]:
+            raise DataError(
+                f"{first[0]} has {first[1]} likeliest tokens a place, {place} has {width}; make all with one "
+                "`d3d respond --top-logprobs K`"
+            )
 
 
 def _refuse_unless_empty(where: str, reason: str) -> None:

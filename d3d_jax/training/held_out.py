@@ -49,7 +49,12 @@ class HeldOut:
         size, dtype = config.blocks.block_size, jax.numpy.dtype(config.dtype)
         drafter = DrafterConfig(size, config.mask_token_id, config.block_attention)
         draft = partial(
-            draft_everywhere, model=plan.model, drafter=drafter, num_token_ids=plan.num_token_ids, dtype=dtype
+            draft_everywhere,
+            model=plan.model,
+            drafter=drafter,
+            num_token_ids=plan.num_token_ids,
+            dtype=dtype,
+            attention=config.attention,
         )
 
         def on_it(params: Params, rows: dict[str, jax.Array]):

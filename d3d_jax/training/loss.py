@@ -242,7 +242,7 @@ def _teacher(batch: Batch, block_size: int) -> tuple[jax.Array, jax.Array]:
     slot = jnp.minimum(jnp.maximum(batch["block_start"], 0)[..., None] + jnp.arange(block_size), clean - 1)
 
     def joined(stored: jax.Array, nothing: Any) -> jax.Array:
-        of_blocks = stored[jnp.arange(rows)[:, None], slot.reshape(rows, -1)]
+        of_blocks = jnp.take_along_axis(stored, slot.reshape(rows, -1, 1), axis=1)
         return jnp.concatenate([jnp.full((rows, clean, width), nothing, stored.dtype), of_blocks], axis=1)
 
     return joined(batch["top_ids"], 0), joined(batch["top_logprobs"], -jnp.inf)

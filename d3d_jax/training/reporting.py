@@ -127,7 +127,9 @@ class Terminal:
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         shown = {k: v for k, v in values.items() if not k.startswith(("accuracy_", "validation_accuracy_"))}
-        positions = " ".join(f"{v:.2f}"[1:] for k, v in values.items() if "accuracy_" in k and k[-1].isdigit())
+        positions = " ".join(
+            f"{v:.2f}".removeprefix("0") for k, v in values.items() if "accuracy_" in k and k[-1].isdigit()
+        )
         text = "  ".join(f"{k} {v:.4g}" for k, v in shown.items())
         self.say(f"step {step}  {text}" + (f"  [{positions}]" if positions else ""))
         names = ("loss", "validation_loss", "tau_sync", "tau_async", "hit_rate", "tokens_per_s")

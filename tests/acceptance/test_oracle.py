@@ -15,7 +15,7 @@ from d3d_jax.acceptance import oracle as oracles
 from d3d_jax.acceptance.metrics import Sample
 from d3d_jax.acceptance.oracle import Everywhere, draft_everywhere
 from d3d_jax.acceptance.walk import samples
-from d3d_jax.config import DecodeConfig, DrafterConfig, MeshConfig, SamplingParams
+from d3d_jax.config import AttentionConfig, DecodeConfig, DrafterConfig, MeshConfig, SamplingParams
 from d3d_jax.data.packing import Document, PackedRows, pack
 from d3d_jax.devices.mesh import make_mesh
 from d3d_jax.devices.sharding import BATCH, on_mesh, replicated, tree_shardings
@@ -151,6 +151,23 @@ def test_an_attention_that_is_causal_within_the_block_is_another_drafter(packed)
     decode = DecodeConfig(mode="sync", block_size=BLOCK)
     assert np.array_equal(causal.token, whole.token)
     assert [sample.rounds for sample in samples(causal, decode)] != [s.rounds for s in samples(whole, decode)]
+
+
+@pytest.mark.slow
+def test_interpreted_kernels_find_the_same(packed):
+    """Queries that are fewer than the keys of context and own pass together, on the kernels that training uses."""
+    rows, whole = packed
+    attention = AttentionConfig("triton", interpret=True)
+    found = jax.jit(lambda *args: fresh()(*args, attention=attention))(random_model(CONFIG, 0).params, rows)
+    used = np.arange(ROW) < whole.count[:, None]
+    for name in ("token", "document"):
+        assert np.array_equal(np.asarray(getattr(found, name))[used], getattr(whole, name)[used])
+    for one, other in (
+        (found.first, whole.first),
+        (found.masked.accepted, whole.masked.accepted),
+        (found.anchored.accepted, whole.anchored.accepted),
+    ):
+        assert np.mean(np.asarray(one)[used] == other[used]) > 0.99  # two tokens may be as likely up to rounding
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ from flax import nnx
 from jax.scipy.special import logsumexp
 
 from d3d_jax.config import LossConfig
-from d3d_jax.data.documents import load_documents
 from d3d_jax.data.packing import Document, Top, block_starts, pack
+from d3d_jax.data.sources import load_documents
 from d3d_jax.data.top_logprobs import top_logprobs
 from d3d_jax.errors import ConfigError, DataError
 from d3d_jax.models.qwen3 import Qwen3, forward, head
@@ -92,7 +92,7 @@ def distilled() -> tuple[dict, dict, jax.Array]:
                 slots = np.flatnonzero(rows.document[row] == number)
                 if np.array_equal(rows.tokens[row, slots], one):
                     whole[row, slots[1:]] = logits[:-1]  # what predicts the token of a slot
-    return params, batch, jnp.asarray(whole)
+    return params, {name: jnp.asarray(array) for name, array in batch.items()}, jnp.asarray(whole)
 
 
 def loss_of(params, batch, **changes):
@@ -133,8 +133,8 @@ def test_the_loss_adds_the_blocks_divergence_and_its_gradient_is_that_of_the_den
         kd = (weights * each).sum() / weights.sum()
         return value + 0.5 * kd, {"kd": kd, **metrics}
 
-    (value, metrics), gradient = jax.value_and_grad(ours, has_aux=True)(params)
-    (expected, other), wanted = jax.value_and_grad(plain, has_aux=True)(params)
+    (value, metrics), gradient = jax.jit(jax.value_and_grad(ours, has_aux=True))(params)
+    (expected, other), wanted = jax.jit(jax.value_and_grad(plain, has_aux=True))(params)
     assert float(value) == pytest.approx(float(expected), rel=1e-5)
     assert float(metrics["kd_loss_sum"] / metrics["kd_loss_count"]) == pytest.approx(float(other["kd"]), rel=1e-4)
     assert float(other["kd"]) > 0.1
@@ -187,7 +187,7 @@ def test_a_run_distils_and_tells_the_part(config, with_top):
 
 
 def test_likeliest_tokens_are_read_where_they_are_used_and_only_there(config, with_top, corpus):
-    documents = load_documents(with_top, None, VOCAB, top=True)
+    documents = load_documents([with_top], None, VOCAB, top=True)
     assert documents[3].top is not None and documents[3].top.ids.shape == (4, 2)
     plain = plan_run(config(train_data=str(with_top)))
     assert "top_ids" not in plain.train.at(0) and "kd_weight" not in plain.contract["loss"]
@@ -214,7 +214,20 @@ def test_malformed_likeliest_tokens_are_refused(tmp_path, ids, logprobs, said):
     row = {"id": "a", "ids": [1, 5, 6], "prompt_length": 1, "top_ids": ids, "top_logprobs": logprobs}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
     with pytest.raises(DataError, match=said):
-        load_documents(tmp_path / "rows.jsonl", None, VOCAB, top=True)
+        load_documents([tmp_path / "rows.jsonl"], None, VOCAB, top=True)
+
+
+def test_sources_and_rows_with_unlike_numbers_of_likeliest_tokens_are_refused_at_the_start(tmp_path):
+    def row(k: int) -> str:
+        top = {"top_ids": [list(range(k))] * 2, "top_logprobs": [[-1.0] * k] * 2}
+        return json.dumps({"id": str(k), "ids": [1, 5, 6], "prompt_length": 1, **top}) + "\n"
+
+    for name, text in {"two": row(2), "three": row(3), "mixed": row(2) + row(3)}.items():
+        (tmp_path / f"{name}.jsonl").write_text(text)
+    with pytest.raises(DataError, match=r"mixed.jsonl, row 0 has 2 likeliest .*, row 1 has 3; make all with one"):
+        load_documents([tmp_path / "mixed.jsonl"], None, VOCAB, top=True)
+    with pytest.raises(DataError, match=r"two.jsonl has 2 likeliest tokens a place, .*three.jsonl has 3; make all"):
+        load_documents([tmp_path / "two.jsonl", tmp_path / "three.jsonl"], None, VOCAB, top=True)
 
 
 def test_documents_with_unlike_numbers_of_likeliest_tokens_are_refused():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import jax
@@ -79,6 +80,38 @@ def test_a_trained_drafter_accepts_in_decoding_what_its_run_has_said(config, lea
     assert said["hit_rate"] == real["tau_async"].hit_rate
     assert said["hit_rate_keep"] == real["tau_async_keep"].hit_rate
     assert real["tau_sync"].rounds > 30
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_task_that_is_learned_is_decoded_in_nearly_whole_blocks(config, tmp_path):
+    """Labels that stood one place aside would be learned as well, and decoding would accept hardly a draft."""
+    rng = np.random.default_rng(0)
+    words = [rng.integers(4, MASK, 3).tolist() for _ in range(640)]
+    for name, some in (("train", words[:600]), ("held-out", words[600:])):
+        lines = [{"id": str(n), "ids": [1, *w, 2, *w * 6, 3], "prompt_length": 5} for n, w in enumerate(some)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run = config(
+        train_data=str(tmp_path / "train.jsonl"), validation_data=str(tmp_path / "held-out.jsonl"), steps=120,
+        batch_size=32, save_every=120, log_every=40, blocks=dataclasses.replace(BLOCKS, blocks_per_row=8),
+    )  # fmt: skip
+    last = train(run, jax.devices()[:1])
+    state, size = saved(run, 1), BLOCKS.block_size
+    params = jax.device_get(state.params)
+    pair = Model(MODEL, params), Model(MODEL, params, DrafterConfig(size, MASK))
+    prompts = [[1, *word, 2] for word in words[600:]]
+    decoded = {}
+    for mode in ("sync", "async"):
+        devices = (jax.devices()[0], jax.devices()[0])
+        engine = Engine(
+            *pair, DecodeConfig(mode=mode, block_size=size), devices=devices, max_len=64, num_token_ids=MASK
+        )
+        outputs = engine.generate(prompts, SamplingParams(max_tokens=19))
+        right = [list(one.ids[:18]) == word * 6 for one, word in zip(outputs, words[600:], strict=True)]
+        assert np.mean(right) > 0.7
+        decoded[mode] = measure([Sample(one.rounds, len(one.ids)) for one in outputs], size).tau
+        assert decoded[mode] > 0.8 * size
+        assert last[f"tau_{mode}"] == pytest.approx(decoded[mode], abs=0.2)
 
 
 def test_too_few_rows_for_the_mesh_are_refused(config, tmp_path):

@@ -25,13 +25,13 @@ from tests.training.toy import records
 def test_a_report_on_a_terminal_has_a_bar_with_the_newest_figures():
     out = io.StringIO()
     terminal = Terminal(50, Console(file=out, force_terminal=True, width=140))
-    terminal.write(5, {"loss": 2.5, "accuracy_0": 0.25})
+    terminal.write(5, {"loss": 2.5, "accuracy_0": 1.0, "accuracy_1": 0.25})
     terminal.write(10, {"validation_loss": 2.25, "tau_sync": 3.5, "hit_rate": 0.75})
     terminal.at_step(10)
     terminal._bar.refresh()  # pyright: ignore[reportOptionalMemberAccess]
     terminal.close()
     said = out.getvalue()
-    assert "step 5  loss 2.5  [.25]" in said
+    assert "step 5  loss 2.5  [1.00 .25]" in said
     assert "10/50" in said and "loss 2.5 validation_loss 2.25 tau_sync 3.5 hit_rate 0.75" in said
 
 
