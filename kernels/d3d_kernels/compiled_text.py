@@ -120,7 +120,7 @@ def collectives(program: Program) -> Counter[str]:
 def copies(program: Program, least: int) -> list[tuple[str, int]]:
     """(name, bytes) of results of at least `least` bytes with nothing new in them: copies, transposes, gathered parts.
 
-    Fetching ahead from main memory into on-chip memory is none of them: it is how a weight is read.
+    Fetching ahead from main memory into on-chip memory is none of them: it is how a weight is read. Writing back is.
     """
     found = []
     for computation in program.executed():
@@ -129,8 +129,7 @@ def copies(program: Program, least: int) -> list[tuple[str, int]]:
             if size < least:
                 continue
             if one.op == "copy-start":
-                to, source = one.arrays[:2]
-                moved = to.main and source.main
+                moved = one.arrays[0].main
             elif one.op == "fusion":
                 inside = {part.op for part in program.computations[one.called[0]].values()} - _IDLE
                 moved = bool(inside) and inside <= _MOVES

@@ -60,7 +60,8 @@ def decode(
     key_specs = []
     for size, index_map in zip((shape.keys, shape.new_keys), (cache_map, new_map), strict=True):
         key_specs += [pl.BlockSpec((None, None, size, width), index_map)] * 2
-    operands = [array for source in sources for array in source]
+    cache, *new = sources
+    operands = [*(_in_main_memory(array, interpret) for array in cache), *(array for source in new for array in source)]
     kernel = functools.partial(
         _kernel,
         shape=shape,
@@ -110,6 +111,11 @@ def decode(
         *operands,
     )
     return output, lse.reshape(splits, batch, kv_heads, num_rows)
+
+
+def _in_main_memory(array: jax.Array, interpret: Any) -> jax.Array:
+    """Left where it lies: XLA may fetch a whole cache into VMEM to write a few slots, and then write all of it back."""
+    return array if interpret else jax.jit(lambda x: pltpu.with_memory_space_constraint(x, pltpu.HBM))(array)
 
 
 def _kernel(count, entry, cached, bounds_ref, q_ref, *refs, shape, num_keys, cache_tiles, entries, scale):

@@ -43,6 +43,7 @@ ENTRY %main (table: bf16[1000,64], ids: s32[4], weight: bf16[64,32], cache.1: bf
   %ahead = (bf16[64,32]{1,0:S(1)}, bf16[64,32]{1,0}, u32[]{:S(2)}) copy-start(%weight)
   %here = bf16[64,32]{1,0:S(1)} copy-done(%ahead)
   %turned = bf16[32,64]{1,0} fusion(%weight), kind=kLoop, calls=%fused_turn
+  %back = (bf16[64,32]{1,0}, bf16[64,32]{1,0:S(1)}, u32[]{:S(2)}) copy-start(%here)
   %zero = s32[] constant(0)
   %begin = (bf16[8,128]{1,0}, s32[]) tuple(%cache.1, %zero)
   ROOT %loop = (bf16[8,128]{1,0}, s32[]) while(%begin), condition=%test, body=%body
@@ -52,13 +53,13 @@ ENTRY %main (table: bf16[1000,64], ids: s32[4], weight: bf16[64,32], cache.1: bf
 
 def test_traffic_counts_what_crosses_main_memory_once():
     weight, cache, row = 64 * 32 * 2, 8 * 128 * 2, 128 * 2
-    fetched, turned = weight, 2 * weight
+    fetched, back, turned = weight, weight, 2 * weight
     gathered, exchanged = 4 * 64 * 2, 4 * cache
-    assert main_memory_bytes(parse(TEXT)) == gathered + fetched + turned + cache + row + exchanged
+    assert main_memory_bytes(parse(TEXT)) == gathered + fetched + back + turned + cache + row + exchanged
 
 
 def test_copies_are_what_holds_nothing_new_and_is_no_fetch_into_the_chip():
-    assert copies(parse(TEXT), 1000) == [("turned", 4096), ("whole", 4096)]
+    assert copies(parse(TEXT), 1000) == [("turned", 4096), ("back", 4096), ("whole", 4096)]
     assert copies(parse(TEXT), 5000) == []
 
 
