@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+import warnings
 from collections.abc import AsyncIterator, Callable, Generator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,32 +20,18 @@ from d3d_jax.decoding.loading import open_pair, sampling_defaults
 from d3d_jax.decoding.observer import Observer, StepByStep
 from d3d_jax.decoding.placement import Devices, Model, Placed, Side, as_devices, attention_of, check_pair, check_prompt
 from d3d_jax.decoding.programs import Drafting
-from d3d_jax.decoding.prompt_chunks import plan, sizes_for
+from d3d_jax.decoding.prompt_chunks import one_of_each_size
 from d3d_jax.decoding.request import Request
 from d3d_jax.decoding.scheduler import Scheduler
 from d3d_jax.decoding.state import Completion
 from d3d_jax.decoding.synchronous import Synchronous
+from d3d_jax.decoding.text import Piece
 from d3d_jax.devices.host import device_pair
 from d3d_jax.errors import CapacityError, CompatibilityError
 from d3d_jax.models.cache import slots_past_end
 
 MODES = {"ar": Autoregressive, "sync": Synchronous, "async": Asynchronous}
 Prompt = str | Sequence[int]
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Text as it comes, never half a character; with the last piece comes the whole completion.
-
-    parts: the text of each token, and whether the target supplied it itself; the others were drafted and accepted.
-    """
-
-    parts: tuple[tuple[str, bool], ...]
-    completion: Completion | None = None
-
-    @property
-    def text(self) -> str:
-        return "".join(text for text, _ in self.parts)
 
 
 class Engine:
@@ -99,6 +86,7 @@ class Engine:
         )
         self._lock = threading.Lock()  # streams of several threads share the rows
         self._past_end = slots_past_end(1 if decode.mode == "ar" else decode.block_size)
+        self._drafter_context = how.model.max_position_embeddings if how else max_len
 
     @classmethod
     def from_pretrained(
@@ -289,11 +277,10 @@ class Engine:
         self, prompt_lengths: Sequence[int] | None, params: Sequence[SamplingParams] | None
     ) -> list[tuple[int, SamplingParams]]:
         longest = min(self.max_len - self._past_end, self._config.max_position_embeddings) - 3
-        lengths = sizes_for(self.max_len) if prompt_lengths is None else prompt_lengths
-        chunk_sizes = {size: min(n, longest) for n in lengths for _, size in plan(min(n, longest), self.max_len)}
+        lengths = one_of_each_size(prompt_lengths, longest, self.max_len)
         every = (SamplingParams(), SamplingParams(temperature=1.0)) if params is None else params
         kinds = {setting.temperature > 0: setting for setting in every}
-        return [(length, setting) for setting in kinds.values() for length in chunk_sizes.values()]
+        return [(length, setting) for setting in kinds.values() for length in lengths]
 
     def _request(self, name: str, prompt: Prompt, params: SamplingParams, listens: bool = False) -> Request:
         if isinstance(prompt, str):
@@ -305,6 +292,13 @@ class Engine:
         if params.stop and self.tokenizer is None:
             raise CompatibilityError(f"stop={params.stop} are texts; make the engine with its tokenizer")
         tokens = check_prompt(name, ids, params.max_tokens, self._config, self._past_end, self.max_len)
+        if len(ids) + tokens > self._drafter_context:
+            warnings.warn(
+                f"{name} may reach {len(ids) + tokens} tokens, and the drafter knows {self._drafter_context}: past "
+                "them few drafts will be accepted, and the tokens stay the target's",
+                stacklevel=3,
+            )
+            self._drafter_context = self.max_len  # told once
         ends = (() if params.ignore_eos else self._stop_ids) + params.stop_token_ids
         return Request(ids, params, ends, tokens, self.tokenizer, listens)
 

@@ -155,7 +155,9 @@ def no_successors(how: Drafting, rows: int) -> tuple[Odds, Successors]:
     tokens = jnp.zeros((rows, branches, size), jnp.int32)
     candidates = jnp.zeros((*tokens.shape, how.decode.num_candidates), jnp.int32)
     odds = Odds(tokens.astype(jnp.float32), candidates, candidates.astype(jnp.float32))
-    return odds, Successors(tokens, jnp.full((rows, branches), NO_OUTCOME), jnp.zeros((rows, branches), bool))
+    return odds, Successors(
+        tokens, jnp.full((rows, branches), NO_OUTCOME, jnp.int32), jnp.zeros((rows, branches), bool)
+    )
 
 
 def packed_draft(

@@ -42,3 +42,10 @@ def chunks_of(prompt: Sequence[int], slot: int, max_len: int) -> Iterator[Prompt
         start += count
         first, last = np.bool_(number == 0), np.bool_(number == len(planned) - 1)
         yield PromptChunk(tokens, np.int32(count), np.int32(slot), first, last)  # pyright: ignore[reportArgumentType]
+
+
+def one_of_each_size(lengths: Sequence[int] | None, longest: int, max_len: int) -> list[int]:
+    """A few prompt lengths, none above `longest`, whose chunks have every size that those of `lengths` have, or any."""
+    several = sizes_for(max_len) if lengths is None else lengths
+    of_size = {size: min(n, longest) for n in several for _, size in plan(min(n, longest), max_len)}
+    return sorted(set(of_size.values()))

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
+
+from d3d_jax.decoding.state import Completion
 
 _UNFINISHED = "\ufffd"  # what a decoder shows for bytes that are no whole character, or not yet
 
@@ -50,3 +53,18 @@ def pieces(tokenizer: Any, ids: Sequence[int], skip_special_tokens: bool = False
     if texts:
         texts[-1] += stream.finish()
     return texts
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Text as it comes, never half a character; with the last piece comes the whole completion.
+
+    parts: the text of each token, and whether the target supplied it itself; the others were drafted and accepted.
+    """
+
+    parts: tuple[tuple[str, bool], ...]
+    completion: Completion | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(text for text, _ in self.parts)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import warnings
+
 import pytest
 
 from d3d_jax.config import DecodeConfig, SamplingParams
 from d3d_jax.errors import CapacityError, CompatibilityError, ConfigError
 
-from .conftest import CONFIG, MAX_LEN, PROMPTS, SAMPLED, SMALL, build, random_model, run, shared
+from .conftest import CONFIG, GREEDY, MAX_LEN, PROMPTS, SAMPLED, SMALL, build, random_model, run, shared
 
 MODES = [{"mode": "sync"}, {"mode": "async", "miss": "keep"}, {"mode": "async", "miss": "redraft"}]
 
@@ -110,3 +113,18 @@ def test_malformed_requests_are_refused_before_anything_runs():
         run(engine, [[1]], 0, ())
     with pytest.raises(ConfigError, match="temperature=0 is greedy and ignores"):
         SamplingParams(temperature=0, top_k=5)
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_beyond_the_context_of_the_drafter_the_text_goes_on_with_one_warning(target, ar_tokens, mode):
+    drafter = random_model(dataclasses.replace(SMALL, max_position_embeddings=24), 3, block_size=4)
+    engine = build(target, drafter, DecodeConfig(mode=mode, block_size=4))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        found = [run(engine, [prompt], 40)[0] for prompt in PROMPTS]
+    assert [one.ids for one in found] == ar_tokens(GREEDY)
+    [warning] = [str(one.message) for one in told]
+    assert "prompt 0 may reach 43 tokens, and the drafter knows 24" in warning
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(build(target, drafter, DecodeConfig(mode=mode, block_size=4)), [PROMPTS[0]], 20)
