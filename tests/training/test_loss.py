@@ -48,7 +48,7 @@ def seen_by_the_loss(params: Params, batch: Arrays, kind: str = "bidirectional")
     handed: list[tuple] = []
 
     def value(each):
-        def record(hidden, labels, head_matrix, chunk):
+        def record(hidden, labels, head_matrix, chunk, teacher=None):
             handed.append((hidden, labels))
             return each, jnp.zeros_like(each, bool)
 
