@@ -257,11 +257,11 @@ def test_a_drafter_that_fails_is_an_error_or_plain_decoding_but_never_silent(mod
         program = "_draft" if mode == "sync" else "_select_packed" if mode == "keep" else "_packed"
         works, calls = getattr(runner, program), []
 
-        def third_time(*args):
+        def third_time(*args, **how):
             calls.append(None)
             if len(calls) == 3:
                 raise RuntimeError("the drafter's device is gone")
-            return works(*args)
+            return works(*args, **how)
 
         setattr(runner, program, third_time)
         return engine
