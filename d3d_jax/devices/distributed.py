@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Callable
+from typing import Any
 
 from d3d_jax.errors import DeviceError
 
 HEARTBEAT_S = 30
 """A process that has been silent for so long is taken for dead, and the others end."""
+COMPILING_S = 3600
+"""Processes may take so much longer than one another to compile a program."""
 
 
 def join_processes(coordinator: str | None, process: str | None, *, detect: bool = False) -> None:
@@ -38,6 +42,30 @@ def join_processes(coordinator: str | None, process: str | None, *, detect: bool
     except (RuntimeError, ValueError) as error:
         how = "no SLURM, Open MPI, GKE or TPU VM was found" if detect else f"process {process} of {coordinator}"
         raise DeviceError(f"the run's processes could not be joined ({how}): {error}") from error
+
+
+def compiled_together(program: Any, name: str) -> Callable[..., Any]:
+    """A jitted program whose first call, in a run of several processes, waits until all of them have compiled it.
+
+    A collective of CPU devices gives up after 30 s, and others after some minutes, when a process is not there yet,
+    which one that compiles on a busy host may not be. So they meet without a collective.
+    """
+    if not several():
+        return program
+    met = False
+
+    def call(*args: Any) -> Any:
+        nonlocal met
+        if not met:
+            from jax._src import distributed  # JAX has no public way to its coordination service
+
+            program.lower(*args).compile()
+            service: Any = distributed.global_state.client
+            service.wait_at_barrier(f"d3d_jax: {name}", 1000 * COMPILING_S)
+            met = True
+        return program(*args)
+
+    return call
 
 
 def this_host() -> str:

@@ -15,6 +15,7 @@ from d3d_jax.acceptance.oracle import draft_everywhere
 from d3d_jax.acceptance.walk import samples
 from d3d_jax.config import DecodeConfig, DrafterConfig, TrainConfig
 from d3d_jax.data.loader import Batches
+from d3d_jax.devices.distributed import compiled_together
 from d3d_jax.devices.sharding import BATCH, on_mesh, replicated
 from d3d_jax.errors import ConfigError
 from d3d_jax.models.qwen3 import Params
@@ -61,7 +62,8 @@ class HeldOut:
             with on_mesh(mesh):
                 return draft(params, rows)
 
-        self._draft = jax.jit(on_it, in_shardings=(shardings.params, place), out_shardings=replicated(mesh))
+        drafted = jax.jit(on_it, in_shardings=(shardings.params, place), out_shardings=replicated(mesh))
+        self._draft = compiled_together(drafted, "acceptance")
         self._policies = {
             "sync": DecodeConfig(mode="sync", block_size=size),
             "redraft": DecodeConfig(mode="async", block_size=size, miss="redraft"),

@@ -21,6 +21,7 @@ from d3d_jax.checkpoints.convert import load_params
 from d3d_jax.checkpoints.hf_config import has_drafter_config, read_drafter_config
 from d3d_jax.config import TrainConfig, to_mapping
 from d3d_jax.data.loader import Batches
+from d3d_jax.devices.distributed import compiled_together
 from d3d_jax.devices.mesh import make_mesh
 from d3d_jax.devices.sharding import BATCH, param_sharding
 from d3d_jax.errors import TrainingError
@@ -54,7 +55,7 @@ def train(config: TrainConfig, devices: Sequence[jax.Device] | None = None) -> d
         # A resume reads into this layout, so that only one state is ever there.
         layout = abstract_state(form, mesh)
         shardings = places_of(layout)
-        step = make_train_step(config, form, shardings, mesh)
+        step = compiled_together(make_train_step(config, form, shardings, mesh), "training step")
         examine = _make_examination(config, plan, shardings, mesh)
         state = checkpoints.restore(layout) if resumed else new_state(_initial(plan, mesh), form, shardings)
         # Only now: a resume that is refused leaves the files of the run as they are.
@@ -110,7 +111,7 @@ def _make_examination(
     batches = plan.validation
     # Held-out loss is per response token, whatever weight prompts have in training.
     held_out = replace(config, loss=replace(config.loss, prompt_weight=0.0, kd_weight=0.0))
-    evaluate = make_eval_step(held_out, plan.model, shardings, mesh)
+    evaluate = compiled_together(make_eval_step(held_out, plan.model, shardings, mesh), "validation")
     every = config.acceptance_every if config.objective == "d3d" else None
     accept = None if every is None else HeldOut(config, plan, shardings, mesh)
 

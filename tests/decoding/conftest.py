@@ -66,7 +66,7 @@ def run(
     return engine.generate(prompts, dataclasses.replace(sampling, max_tokens=new, stop_token_ids=tuple(stop)))
 
 
-@functools.cache
+@functools.lru_cache(maxsize=12)  # each holds about a thousand memory maps of compiled code, of 65,530 that Linux gives
 def shared(seed: int, decode: DecodeConfig, devices: int = 1, rows: int = 1) -> Engine:
     """An engine that tests share, since building one compiles: the target with a drafter of seed 0 or 3.
 
@@ -75,6 +75,14 @@ def shared(seed: int, decode: DecodeConfig, devices: int = 1, rows: int = 1) -> 
     target = random_model(CONFIG, 0)
     drafter = random_model(CONFIG if seed == 0 else SMALL, seed, decode.block_size)
     return build(target, drafter, decode, devices, rows=rows)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def programs_of_the_module_alone():
+    """Linux gives a process 65,530 memory maps; XLA dies when the programs of all modules together take more."""
+    yield
+    shared.cache_clear()
+    jax.clear_caches()
 
 
 @pytest.fixture(scope="session")
