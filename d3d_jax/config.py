@@ -188,6 +188,7 @@ class DecodeConfig:
     the `candidates` likeliest bonus tokens of an outcome, `both` does both. `row_budget`: most masked and anchored rows
     of a packed pass, each successor being `block_size` of them; the likeliest outcomes and candidates are drafted.
     `on_draft_failure`: raise, or let the target decode alone from there on, with a warning and the same tokens.
+    `stall_s`: seconds without a result that count as such a failure; None waits for ever.
     `step_by_step`: wait after every program; the same tokens and round trace, for tests and timing.
     `attention`: what computes attention, of both models.
     """
@@ -202,6 +203,7 @@ class DecodeConfig:
     row_budget: int | None = None
     draft_sampling: Literal["argmax", "gumbel"] = "argmax"
     on_draft_failure: Literal["error", "plain"] = "error"
+    stall_s: float | None = None
     step_by_step: bool = False
     lookahead: int = 2
     attention: AttentionConfig = field(default_factory=AttentionConfig)
@@ -217,10 +219,7 @@ class DecodeConfig:
         if self.bonus == "masked" and self.row_budget is not None:
             raise ConfigError(f"row_budget={self.row_budget} is for anchored successors; set outcomes=M, or bonus")
         if self.bonus == "anchored" and self.outcomes != "all":
-            raise ConfigError(
-                f"outcomes={self.outcomes} counts successors that leave the bonus open, and bonus='anchored' has none; "
-                "set row_budget, or bonus='both'"
-            )
+            raise ConfigError(f"outcomes={self.outcomes} counts open successors; bonus='anchored' takes row_budget")
         if self.bonus != "masked" and self.row_budget is not None:
             masked = (
                 self.outcomes if isinstance(self.outcomes, int) else 1 if self.bonus == "anchored" else self.block_size
@@ -230,6 +229,8 @@ class DecodeConfig:
                     f"row_budget={self.row_budget}: {masked} masked and one anchored successor of {self.block_size} "
                     f"tokens take {(masked + 1) * self.block_size} rows"
                 )
+        if self.stall_s is not None and self.stall_s <= 0:
+            raise ConfigError(f"stall_s={self.stall_s}: expected seconds above 0, or None to wait for ever")
         if self.lookahead < 1:
             raise ConfigError(f"lookahead={self.lookahead}: at least one round must be in flight")
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from d3d_jax.decoding.placement import Devices
 
 ASYNC_ONLY = ("miss", "outcomes", "bonus", "candidates", "row_budget")
-DRAFTING = (*ASYNC_ONLY, "on_draft_failure")
+DRAFTING = (*ASYNC_ONLY, "on_draft_failure", "stall_s")
 IMAGES = (".png", ".svg", ".pdf")
 BACKENDS = ("auto", "xla", "mosaic_gpu", "triton", "mosaic_tpu")  # as AttentionConfig knows them
 SLOT_STEP = 64  # cache sizes are multiples of this, so that runs alike share their programs
@@ -97,6 +97,9 @@ def add_drafting_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--row-budget", type=positive, metavar="N", help="most rows that successors may take in a pass")
     group.add_argument(
         "--on-draft-failure", choices=("error", "plain"), help="plain: the target goes on alone (default: error)"
+    )
+    group.add_argument(
+        "--stall-s", type=float, metavar="S", help="seconds without a result that count as a failure (default: none)"
     )
 
 

@@ -82,7 +82,7 @@ class Engine:
         placed = Placed(Side.place(target, devices[0], max_len, dtype, attention), side, how, decode, max_batch)
         plain = (lambda: Autoregressive(placed)) if side and decode.on_draft_failure == "plain" else None
         self._scheduler = Scheduler(
-            lambda: MODES[decode.mode](placed), max_batch, max_len, decode.lookahead, fallback=plain
+            lambda: MODES[decode.mode](placed), max_batch, max_len, decode.lookahead, plain, decode.stall_s
         )
         self._lock = threading.Lock()  # streams of several threads share the rows
         self._past_end = slots_past_end(1 if decode.mode == "ar" else decode.block_size)

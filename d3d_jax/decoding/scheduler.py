@@ -6,6 +6,7 @@ and leave as soon as the host has read their end. Launches are read late, so tha
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -21,9 +22,11 @@ from d3d_jax.decoding.prompt_chunks import chunks_of
 from d3d_jax.decoding.request import Request
 from d3d_jax.decoding.rounds import Launched, Runner, Until
 from d3d_jax.decoding.state import PromptChunk
+from d3d_jax.errors import DeviceError
 
 LISTENING_ROUNDS = 4  # of a loop on the device, while somebody waits for its text
 NEVER = np.int32(2**31 - 1)
+POLL_S = 1e-4
 
 
 class _InFlight(NamedTuple):
@@ -42,6 +45,7 @@ class Scheduler:
         max_len: slots of each row's cache.
         lookahead: launches in flight before the host reads the oldest; a loop on the device needs but one.
         fallback: the runner that takes over from one that failed; None to raise instead.
+        stall_s: seconds without a result after which the devices count as failed; None to wait for ever.
     """
 
     def __init__(
@@ -51,7 +55,9 @@ class Scheduler:
         max_len: int,
         lookahead: int,
         fallback: Callable[[], Runner] | None = None,
+        stall_s: float | None = None,
     ):
+        self._stall_s = stall_s
         self._make, self._fallback, self._max_len, self._ahead = make, fallback, max_len, lookahead
         self._runner = make()
         self._settings = Settings(rows)
@@ -149,7 +155,7 @@ class Scheduler:
             self._enqueue(first)
             if alone:
                 # Nobody is held up by waiting, and the time to the first token is a true one.
-                jax.block_until_ready(done)
+                self._wait_for(done)
                 while self._unread:
                     self._read()
                 self._launches = 0
@@ -175,6 +181,7 @@ class Scheduler:
     def _read(self) -> None:
         """The oldest launch. Rows that have another request by now, or none, are not concerned."""
         (arrays, read), owners = self._unread.popleft()
+        self._wait_for(arrays)
         found: Any = read(jax.device_get(arrays))
         for slot, progress in enumerate(found):
             request = owners[slot]
@@ -185,6 +192,21 @@ class Scheduler:
                 self._free(slot)
                 if not progress.done:  # a stop text: the device does not know of it
                     self._runner.release(slot)
+
+    def _wait_for(self, arrays: Any) -> None:
+        """Until the devices have made them. Raises DeviceError when nothing comes."""
+        if self._stall_s is None:
+            jax.block_until_ready(arrays)
+            return
+        waiting, deadline = jax.tree.leaves(arrays), time.monotonic() + self._stall_s
+        while waiting:
+            waiting = [array for array in waiting if not array.is_ready()]
+            if waiting and time.monotonic() > deadline:
+                raise DeviceError(
+                    f"the devices have given nothing for {self._stall_s:g} s (stall_s); one of them hangs, or the "
+                    "limit is too short for a round and a chunk of a prompt"
+                )
+            time.sleep(POLL_S if waiting else 0)
 
     def _free(self, slot: int) -> None:
         self._rows[slot] = None

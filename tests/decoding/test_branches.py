@@ -58,7 +58,7 @@ def test_branches_of_every_setting():
     ("changes", "said"),
     [
         ({"bonus": "masked", "row_budget": 40}, "row_budget=40 is for anchored successors"),
-        ({"bonus": "anchored", "outcomes": 2}, "outcomes=2 counts successors that leave the bonus open"),
+        ({"bonus": "anchored", "outcomes": 2}, "outcomes=2 counts open successors; bonus='anchored' takes row_budget"),
         ({"row_budget": 19}, "row_budget=19: 4 masked and one anchored successor of 4 tokens take 20 rows"),
         ({"candidates": 0}, "candidates=0: at least one"),
         ({"bonus": "given"}, "bonus"),

@@ -12,9 +12,12 @@ import pytest
 
 from d3d_jax.config import DecodeConfig, SamplingParams
 from d3d_jax.decoding import asynchronous
+from d3d_jax.decoding.engine import Engine
 from d3d_jax.decoding.observer import Timeline
+from d3d_jax.decoding.rounds import Launched
+from d3d_jax.errors import DeviceError
 
-from .conftest import PROMPTS, SMALL, TOKEN_IDS, build, random_model, shared
+from .conftest import GREEDY, PROMPTS, SAMPLED, SMALL, TOKEN_IDS, build, random_model, run, shared
 
 VERIFY_S, PACKED_S = 0.06, 0.05
 
@@ -101,3 +104,44 @@ def test_five_hundred_requests_with_random_cancels_leave_nothing_behind(mode):
     before = live()
     assert serve(500) > 20
     assert live() == before
+
+
+class Never:
+    """An array that a device which hangs will not make."""
+
+    def is_ready(self) -> bool:
+        return False
+
+    def copy_to_host_async(self) -> None:
+        pass
+
+
+def hanging_engine(target, **policy) -> Engine:
+    """Nothing comes back from its third round on."""
+    decode = DecodeConfig(block_size=4, miss="keep", stall_s=0.5, **policy)
+    engine, rounds = build(target, random_model(SMALL, 3, 4), decode, devices=2), []
+    runner = engine._scheduler._runner
+    works = runner.launch
+
+    def launch(*args):
+        rounds.append(works(*args))
+        return rounds[-1] if len(rounds) < 3 else Launched((rounds[-1].arrays, Never()), rounds[-1].read)
+
+    runner.launch = launch
+    return engine
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_devices_that_hang_are_plain_decoding_from_there_on(target, ar_tokens, sampling):
+    engine = hanging_engine(target, on_draft_failure="plain")
+    with pytest.warns(RuntimeWarning, match=r"drafting failed \(the devices have given nothing for 0.5 s"):
+        found = [run(engine, [prompt], 40, (), sampling)[0] for prompt in PROMPTS]
+    assert [one.ids for one in found] == ar_tokens(sampling)
+    assert len(found[0].rounds) == 2 and not found[1].rounds  # what was drafted, and what was not
+
+
+def test_devices_that_hang_are_an_error_unless_plain_decoding_was_asked_for(target):
+    engine, begin = hanging_engine(target), time.monotonic()
+    with pytest.raises(DeviceError, match=r"nothing for 0.5 s \(stall_s\); one of them hangs"):
+        run(engine, [PROMPTS[0]], 40)
+    assert time.monotonic() - begin < 20
