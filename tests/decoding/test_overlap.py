@@ -19,7 +19,7 @@ from d3d_jax.errors import DeviceError
 
 from .conftest import GREEDY, PROMPTS, SAMPLED, SMALL, TOKEN_IDS, build, random_model, run, shared
 
-VERIFY_S, PACKED_S = 0.06, 0.05
+VERIFY_S, PACKED_S = 0.15, 0.12  # far longer than what a busy machine adds
 
 
 def after(seconds: float, function: Callable) -> Callable:
@@ -47,9 +47,9 @@ def test_a_round_takes_as_long_as_its_longer_half(slow_devices, target, miss):
     engine = build(target, random_model(SMALL, 3, 4), DecodeConfig(block_size=4, miss=miss), devices=2)
     engine.generate([PROMPTS[0]], SamplingParams(max_tokens=4))
     best = 0.0
-    for _ in range(3):  # other work on this machine can only slow it down
+    for _ in range(5):  # other work on this machine can only slow it down
         timeline = Timeline()
-        engine.generate([PROMPTS[0]], SamplingParams(max_tokens=12), observer=timeline)
+        engine.generate([PROMPTS[0]], SamplingParams(max_tokens=8), observer=timeline)
         spans = timeline.spans()
         rounds = 1 + max(span.round for span in spans)
         took = max(span.end for span in spans if span.program == "verify") - min(span.start for span in spans)
@@ -57,7 +57,7 @@ def test_a_round_takes_as_long_as_its_longer_half(slow_devices, target, miss):
         best = max(best, (redrafting + rounds * max(VERIFY_S, PACKED_S)) / took)
         if best > 0.95:
             break
-    assert rounds >= 8 and best > 0.95
+    assert rounds >= 6 and best > 0.95
 
 
 def test_step_by_step_hides_nothing(slow_devices, target):
@@ -66,7 +66,7 @@ def test_step_by_step_hides_nothing(slow_devices, target):
     engine = build(target, random_model(SMALL, 3, 4), decode, devices=2)
     engine.generate([PROMPTS[0]], SamplingParams(max_tokens=4))
     begin = time.perf_counter()
-    [done] = engine.generate([PROMPTS[0]], SamplingParams(max_tokens=8))
+    [done] = engine.generate([PROMPTS[0]], SamplingParams(max_tokens=5))
     assert time.perf_counter() - begin > len(done.rounds) * (VERIFY_S + PACKED_S)
 
 
