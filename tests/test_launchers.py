@@ -14,7 +14,7 @@ LAUNCH = Path(__file__).parents[1] / "scripts/launch"
 
 @pytest.fixture
 def launch(tmp_path: Path):
-    """Run a launcher with `srun`, `gcloud` and `d3d` that tell their arguments, one a line, and the devices they were told."""
+    """Run a launcher with an `srun` and a `gcloud` that tell their arguments and which devices to use, one a line."""
     for name in ("srun", "gcloud"):
         tool = tmp_path / name
         tool.write_text(f'#!/bin/sh\necho {name}\nprintf "%s\\n" "$@"\necho "devices=$JAX_LOCAL_DEVICE_IDS"\n')

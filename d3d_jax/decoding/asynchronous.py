@@ -52,6 +52,9 @@ def packed_after(
     return packed_draft(params, block_BG, odds, advance(state.cache, outcome), sampling, how, outcomes)
 
 
+MOSTLY_THERE = 0.2  # of a round's time the host may be elsewhere, for the time to count
+
+
 class Asynchronous:
     """Mode `async`, on two devices or one."""
 
@@ -111,28 +114,32 @@ class Asynchronous:
         return Launched((first, self._outcome.done), read_first(int(chunk.slot))), (first, self._successors)
 
     def launch(self, number: int, settings: Settings, until: Until, observer: Observer) -> Launched:
+        away = time.perf_counter() - self._read_at
         known, tactic = jax.device_put(self._outcome, self._drafter.home), self._policy.next()
         round_of = self._redrafting if tactic.redraft else self._keeping
         record = round_of(number, known, settings, observer, tactic.outcomes)
-        read = self._timed(tactic, self._interrupted, read_round(foreseen=True, redraft=tactic.redraft))
-        self._interrupted = False
+        away_s, self._interrupted = (None if self._interrupted else away), False
+        read = self._timed(tactic, away_s, read_round(foreseen=True, redraft=tactic.redraft))
         return Launched(record, read)
 
     @contextmanager
     def rehearsal(self) -> Iterator[int]:
         usual, self._policy = self._policy, InTurn(self._tactics)
-        yield len(self._tactics)
-        self._policy = usual
+        try:
+            yield len(self._tactics)
+        finally:
+            self._policy = usual
 
-    def _timed(self, tactic: Tactic, interrupted: bool, read: Callable[[Any], list[Progress]]) -> Callable:
-        """Rounds are read one after the other, so a round takes from one reading to the next, unless a chunk of a
-        prompt came before it.
+    def _timed(self, tactic: Tactic, away_s: float | None, read: Callable[[Any], list[Progress]]) -> Callable:
+        """Rounds are read one after the other, so a round takes from one reading to the next; unless a chunk of a
+        prompt came before it, or the host was `away` for much of that time, with someone who reads a stream slowly.
         """
 
         def read_timed(record: Any) -> list[Progress]:
             found, before, self._read_at = read(record), self._read_at, time.perf_counter()
-            if not interrupted:
-                self._policy.observe(tactic, sum(len(row.tokens) for row in found), self._read_at - before)
+            took = self._read_at - before
+            told = away_s is not None and away_s < MOSTLY_THERE * took and any(row.rounds for row in found)
+            self._policy.observe(tactic, sum(len(row.tokens) for row in found), took if told else None)
             return found
 
         return read_timed

@@ -27,8 +27,11 @@ class Policy(Protocol):
         """The tactic of the round that is launched now."""
         ...
 
-    def observe(self, tactic: Tactic, tokens: int, seconds: float) -> None:
-        """A round of `tactic` gave so many tokens, all rows together, and took so long; rounds come in order."""
+    def observe(self, tactic: Tactic, tokens: int, seconds: float | None) -> None:
+        """A round of `tactic` gave so many tokens, all rows together, and took so long; rounds come in order.
+
+        seconds: None when it cannot be told, since something else came between.
+        """
         ...
 
 
@@ -54,7 +57,7 @@ class InTurn:
         self._round += 1
         return self._choices[(self._round - 1) % len(self._choices)]
 
-    def observe(self, tactic: Tactic, tokens: int, seconds: float) -> None:
+    def observe(self, tactic: Tactic, tokens: int, seconds: float | None) -> None:
         pass
 
 
@@ -82,10 +85,10 @@ class Fastest:
         self._left -= 1
         return self._current
 
-    def observe(self, tactic: Tactic, tokens: int, seconds: float) -> None:
+    def observe(self, tactic: Tactic, tokens: int, seconds: float | None) -> None:
         before, self._last_observed = self._last_observed, tactic
-        if before != tactic:
-            return  # its time also holds the end of another tactic's round
+        if before != tactic or seconds is None:
+            return  # the first round's time also holds the end of another tactic's
         self._tokens[tactic] = self._fade * self._tokens[tactic] + tokens
         self._seconds[tactic] = self._fade * self._seconds[tactic] + seconds
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 
 import pytest
 
-from d3d_jax.config import DecodeConfig
+from d3d_jax.config import DecodeConfig, SamplingParams
 from d3d_jax.decoding import asynchronous
 from d3d_jax.decoding.policies import Fastest, InTurn, Tactic, policy_for, tactics
 
@@ -72,6 +73,16 @@ def test_the_first_round_after_a_change_tells_nothing():
     assert policy.rate(REDRAFT) == pytest.approx(2.0)
 
 
+def test_a_round_whose_time_cannot_be_told_still_parts_two_stretches():
+    policy = Fastest([KEEP, REDRAFT], trial=3)
+    told(policy, 3, {KEEP: (2, 1.0)})
+    policy.observe(REDRAFT, 2, None)
+    policy.observe(KEEP, 2, 99.0)  # holds the end of the one before
+    policy.observe(REDRAFT, 2, None)
+    policy.observe(REDRAFT, 2, None)
+    assert policy.rate(KEEP) == pytest.approx(2.0) and policy.rate(REDRAFT) == 0
+
+
 class Script:
     """Decides by the number of the round alone, so that two runs can be compared round by round."""
 
@@ -114,7 +125,28 @@ def test_tactics_change_from_round_to_round_and_no_token_does(ar_tokens, scripts
     assert any(redrafted) and not all(redrafted)
     for script in scripts:
         assert {tactic for tactic, _, _ in script.seen} == set(tactics(decode))
-        assert all(tokens >= 0 and seconds > 0 for _, tokens, seconds in script.seen)
+        assert all(tokens >= 0 and (seconds is None or seconds > 0) for _, tokens, seconds in script.seen)
+
+
+def test_a_stream_that_is_read_slowly_says_nothing_about_a_tactic(scripts):
+    engine = shared(0, DecodeConfig(block_size=4, miss="auto"), 2)
+    run(engine, [PROMPTS[0]], 30)
+    [script] = scripts
+    assert script.seen[0][2] is None and any(seconds is not None for _, _, seconds in script.seen)  # after a prompt
+    script.seen.clear()
+    request = engine.submit(PROMPTS[0], SamplingParams(max_tokens=30))
+    while not request.finished:
+        time.sleep(0.05)
+        engine.step()
+    assert len(script.seen) > 5 and all(seconds is None for _, _, seconds in script.seen)
+
+
+def test_a_warm_up_that_fails_leaves_the_policy_as_it_was(scripts):
+    runner = shared(0, DecodeConfig(block_size=4, miss="auto"), 2)._scheduler._runner
+    with pytest.raises(RuntimeError), runner.rehearsal() as rounds:
+        assert rounds == 2 and runner._policy not in scripts
+        raise RuntimeError
+    assert runner._policy in scripts
 
 
 def test_warm_up_runs_every_tactic_and_leaves_the_policy_as_it_was(scripts):
