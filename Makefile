@@ -7,6 +7,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 UNFINISHED := $(VENV)/.unfinished
 FORMATTED := d3d_jax kernels scripts tests
+# A file of tests stays in one process, since its tests share what they compile; a process takes up to 3 GiB.
+WORKERS := --numprocesses auto --maxprocesses 4 --dist loadfile
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
@@ -22,7 +24,7 @@ demo: $(STAMP)-base ## decode with the embedded pair: ar, sync and async side by
 	$(BIN)/d3d demo $(ARGS)
 
 test: $(STAMP)-test ## run the tests; ARGS='-m "not slow"' narrows them
-	$(BIN)/pytest $(ARGS)
+	$(BIN)/pytest $(WORKERS) $(ARGS)
 
 test-aot: $(STAMP)-test ## compile the kernels for TPU and GPU without one; skips compilers that are not installed
 	$(BIN)/pytest kernels/tests -m aot $(ARGS)
