@@ -40,7 +40,7 @@ from .conftest import (
     shared,
 )
 
-VERIFY_S, PACKED_S, ROUNDS = 0.05, 0.04, 20
+VERIFY_S, PACKED_S, ROUNDS = 0.2, 0.16, 10  # so long that a busy machine adds less than a twentieth
 
 
 class Pending:
@@ -134,7 +134,7 @@ def efficiency(monkeypatch) -> Callable:
 
 @pytest.mark.parametrize("miss", ["keep", "redraft"])
 def test_a_round_takes_as_long_as_its_longer_half(efficiency, miss):
-    assert efficiency(miss) > 0.95
+    assert any(efficiency(miss) > 0.95 for _ in range(3))  # other work can only make it less
 
 
 def test_on_one_device_nothing_is_hidden(efficiency):
