@@ -185,8 +185,9 @@ class DecodeConfig:
     successor, `all` or the M likeliest. `miss`: verify the kept tail, or draft again, when the bonus token
     was not foreseen. `ban_rejected`: a successor never starts with the token just rejected.
     `bonus`: how a successor's first token is drafted: `masked` leaves it open, `anchored` gives it, once for each of
-    the `candidates` likeliest bonus tokens of an outcome, `both` does both. `row_budget`: most masked and anchored rows
-    of a packed pass, each successor being `block_size` of them; the likeliest outcomes and candidates are drafted.
+    the `candidates` likeliest bonus tokens of an outcome, `both` does both. `row_budget`: most rows of successors in a
+    packed pass, `block_size` each; the likeliest outcomes and candidates are drafted.
+    `drafting`: `always`, or `auto`: without drafting ahead, or not at all, while that gives more tokens a second.
     `on_draft_failure`: raise, or let the target decode alone from there on, with a warning and the same tokens.
     `stall_s`: seconds without a result that count as such a failure; None waits for ever.
     `step_by_step`: wait after every program; the same tokens and round trace, for tests and timing.
@@ -199,8 +200,9 @@ class DecodeConfig:
     miss: Literal["keep", "redraft", "auto"] = "redraft"
     ban_rejected: bool = True
     bonus: Literal["masked", "anchored", "both"] = "masked"
-    candidates: int = 2
+    candidates: Literal["auto"] | int = 2
     row_budget: int | None = None
+    drafting: Literal["always", "auto"] = "always"
     draft_sampling: Literal["argmax", "gumbel"] = "argmax"
     on_draft_failure: Literal["error", "plain"] = "error"
     stall_s: float | None = None
@@ -214,21 +216,18 @@ class DecodeConfig:
             raise ConfigError(f"block_size={self.block_size}: a block is one anchor and at least one draft")
         if isinstance(self.outcomes, int) and not 1 <= self.outcomes <= self.block_size:
             raise ConfigError(f"outcomes={self.outcomes} must be 'all', 'auto' or 1..block_size={self.block_size}")
-        if self.candidates < 1:
-            raise ConfigError(f"candidates={self.candidates}: at least one bonus token of an outcome is a candidate")
+        if isinstance(self.candidates, int) and self.candidates < 1:
+            raise ConfigError(f"candidates={self.candidates} must be 'auto' or at least 1, a bonus token to anchor on")
         if self.bonus == "masked" and self.row_budget is not None:
             raise ConfigError(f"row_budget={self.row_budget} is for anchored successors; set outcomes=M, or bonus")
         if self.bonus == "anchored" and self.outcomes != "all":
             raise ConfigError(f"outcomes={self.outcomes} counts open successors; bonus='anchored' takes row_budget")
         if self.bonus != "masked" and self.row_budget is not None:
-            masked = (
-                self.outcomes if isinstance(self.outcomes, int) else 1 if self.bonus == "anchored" else self.block_size
-            )
+            masked = 1 if self.bonus == "anchored" else self.block_size
+            masked = self.outcomes if isinstance(self.outcomes, int) else masked
             if self.row_budget < (masked + 1) * self.block_size:
-                raise ConfigError(
-                    f"row_budget={self.row_budget}: {masked} masked and one anchored successor of {self.block_size} "
-                    f"tokens take {(masked + 1) * self.block_size} rows"
-                )
+                rows = f"{masked} masked and one anchored successor of {self.block_size} tokens take"
+                raise ConfigError(f"row_budget={self.row_budget}: {rows} {(masked + 1) * self.block_size} rows")
         if self.stall_s is not None and self.stall_s <= 0:
             raise ConfigError(f"stall_s={self.stall_s}: expected seconds above 0, or None to wait for ever")
         if self.lookahead < 1:
@@ -236,8 +235,9 @@ class DecodeConfig:
 
     @property
     def num_candidates(self) -> int:
-        """k, candidates that are kept for each place of a drafted block."""
-        return 0 if self.bonus == "masked" else self.candidates
+        """k, most candidates that are kept for each place of a drafted block."""
+        most = 4 if self.candidates == "auto" else self.candidates
+        return 0 if self.bonus == "masked" else most
 
     @property
     def ranks_branches(self) -> bool:

@@ -15,12 +15,14 @@ from itertools import pairwise
 @dataclass(frozen=True)
 class Round:
     """One verification: drafts accepted, whether the bonus token had been foreseen, whether its tail was
-    drafted again. `hit` is None where nothing was foreseen (synchronous drafting).
+    drafted again. `hit` is None where nothing was foreseen (synchronous drafting). `drafted` is False for a token that
+    the target made alone, which is a round in name only.
     """
 
     accepted: int
     hit: bool | None = None
     redrafted: bool = False
+    drafted: bool = True
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Acceptance:
-    """Acceptance over samples; a share of nothing is None.
+    """Acceptance over samples, of rounds with drafts alone; a share of nothing is None.
 
     tau: mean of accepted + 1 over all rounds: the bonus token counts. tau_without_bonus: mean of accepted.
     *_mean_of_samples: the same per sample first, then the mean over samples that have a round.
@@ -73,7 +75,8 @@ def measure(samples: Iterable[Sample], block_size: int) -> Acceptance:
     Raises:
         ValueError: when a round accepted more drafts than a block holds.
     """
-    traces = [sample.whole_rounds() for sample in samples]
+    whole = [sample.whole_rounds() for sample in samples]
+    traces = [[verified for verified in trace if verified.drafted] for trace in whole]
     rounds = [verified for trace in traces for verified in trace]
     accepted = [verified.accepted for verified in rounds]
     if any(not 0 <= count < block_size for count in accepted):
@@ -82,9 +85,9 @@ def measure(samples: Iterable[Sample], block_size: int) -> Acceptance:
     foreseen = [verified.hit for verified in rounds if verified.hit is not None]
     after = [
         (before.accepted, verified.hit)
-        for trace in traces
+        for trace in whole
         for before, verified in pairwise(trace)
-        if verified.hit is not None
+        if before.drafted and verified.hit is not None
     ]
     bare, bare_of_samples = mean(accepted), mean(sample_means)
     return Acceptance(

@@ -22,6 +22,7 @@ from d3d_jax.config import AttentionConfig, DecodeConfig, DrafterConfig, ModelCo
 from d3d_jax.decoding.asynchronous import packed_after
 from d3d_jax.decoding.autoregressive import decode_autoregressively
 from d3d_jax.decoding.placement import STOP_IDS
+from d3d_jax.decoding.policies import Tactic
 from d3d_jax.decoding.programs import Drafting, no_successors
 from d3d_jax.decoding.rounds import Until, verify_recorded
 from d3d_jax.decoding.state import DraftState, Outcome, Stop
@@ -124,7 +125,7 @@ def program(case: Case, config: ModelConfig, mesh: Mesh) -> tuple[Callable, tupl
     of_all = jax.tree.map(lambda array: small(*array.shape, dtype=array.dtype), odds)
     of_block = jax.tree.map(lambda array: small(1, *array.shape[2:], dtype=array.dtype), of_all)
     state = DraftState(cache, of_all)
-    packed = partial(packed_after, how=how, outcomes=outcomes_of(case))
+    packed = partial(packed_after, how=how, tactic=Tactic(True, outcomes_of(case)))
     return packed, (params, block, of_block, outcome, state, None), 4
 
 

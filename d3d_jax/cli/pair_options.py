@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from d3d_jax.decoding.placement import Devices
 
 ASYNC_ONLY = ("miss", "outcomes", "bonus", "candidates", "row_budget")
-DRAFTING = (*ASYNC_ONLY, "on_draft_failure", "stall_s")
+DRAFTING = (*ASYNC_ONLY, "drafting", "on_draft_failure", "stall_s")
 IMAGES = (".png", ".svg", ".pdf")
 BACKENDS = ("auto", "xla", "mosaic_gpu", "triton", "mosaic_tpu")  # as AttentionConfig knows them
 SLOT_STEP = 64  # cache sizes are multiples of this, so that runs alike share their programs
@@ -40,6 +40,11 @@ def positive(text: str) -> int:
 def outcomes(text: str) -> str | int:
     """`all`, `auto`, or how many, for argparse."""
     return text if text in ("all", "auto") else positive(text)
+
+
+def candidates(text: str) -> str | int:
+    """`auto`, or how many, for argparse."""
+    return text if text == "auto" else positive(text)
 
 
 def add_pair_arguments(parser: argparse.ArgumentParser) -> None:
@@ -92,9 +97,14 @@ def add_drafting_arguments(parser: argparse.ArgumentParser) -> None:
         help="a successor's first token: left open (default), given (a successor for each candidate), or both",
     )
     group.add_argument(
-        "--candidates", type=positive, metavar="K", help="bonus tokens of an outcome to anchor on (default: 2)"
+        "--candidates", type=candidates, metavar="K|auto", help="bonus tokens of an outcome to anchor on (default: 2)"
     )
     group.add_argument("--row-budget", type=positive, metavar="N", help="most rows that successors may take in a pass")
+    group.add_argument(
+        "--drafting",
+        choices=("always", "auto"),
+        help="auto: the target goes alone while that is faster, as with many rows (default: always)",
+    )
     group.add_argument(
         "--on-draft-failure", choices=("error", "plain"), help="plain: the target goes on alone (default: error)"
     )

@@ -7,25 +7,30 @@ Programs of a round, by miss policy (which a `policies.Policy` may choose anew f
 
     keep       target: verify(select(S, outcome))      drafter: packed(select(S, outcome))
     redraft    drafter: choose -> block                target: verify(block)      drafter: packed(block)
+
+and where drafting ahead, or drafting at all, does not pay (`policies.WITH_BONUS`, `policies.PLAIN`):
+
+    with bonus drafter: choose -> block                target: verify(block)      drafter: feed(block)
+    plain      target: plain -> block                  drafter: feed(block)
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import jax
 
+from d3d_jax.decoding.autoregressive import decode_block_alone
 from d3d_jax.decoding.branches import select, selected_odds
 from d3d_jax.decoding.observer import Observer
 from d3d_jax.decoding.placement import Placed, Settings
-from d3d_jax.decoding.policies import InTurn, Tactic, policy_for, tactics
+from d3d_jax.decoding.policies import PLAIN, Steering, Tactic, tactics
 from d3d_jax.decoding.programs import (
     Drafting,
     advance,
+    feed,
     no_successors,
     packed_draft,
     prefill_drafter,
@@ -34,7 +39,7 @@ from d3d_jax.decoding.programs import (
 )
 from d3d_jax.decoding.rounds import Launched, Until, end_row, read_first, read_round, verify_recorded
 from d3d_jax.decoding.sampling import Sampling
-from d3d_jax.decoding.state import DraftState, Odds, Outcome, Progress, PromptChunk, Successors
+from d3d_jax.decoding.state import DraftState, Odds, Outcome, PromptChunk, Successors
 from d3d_jax.models.qwen3 import Params
 
 
@@ -46,13 +51,17 @@ def packed_after(
     state: DraftState,
     sampling: Sampling | None,
     how: Drafting,
-    outcomes: Literal["all"] | int,
+    tactic: Tactic,
 ) -> tuple[DraftState, Successors]:
     """The packed pass over the block that follows `outcome`."""
-    return packed_draft(params, block_BG, odds, advance(state.cache, outcome), sampling, how, outcomes)
+    return packed_draft(params, block_BG, odds, advance(state.cache, outcome), sampling, how, tactic)
 
 
-MOSTLY_THERE = 0.2  # of a round's time the host may be elsewhere, for the time to count
+def feed_after(
+    params: Params, block_BG: jax.Array, outcome: Outcome, state: DraftState, successors: Successors, how: Drafting
+) -> tuple[DraftState, Successors]:
+    """`programs.feed` of the block that follows `outcome`."""
+    return feed(params, block_BG, state._replace(cache=advance(state.cache, outcome)), successors, how)
 
 
 class Asynchronous:
@@ -63,19 +72,17 @@ class Asynchronous:
     def __init__(self, placed: Placed):
         drafter, how = placed.drafting()
         self._target, self._drafter = placed.target, drafter
-        self._tactics = tactics(placed.decode)
-        self._policy = policy_for(self._tactics)
-        self._read_at, self._interrupted = 0.0, True
+        self.steering = Steering(tactics(placed.decode))
         fixed = placed.target.fixed()
 
         def select_verify(params, successors, outcome, *rest):
             block, hit = select(successors, outcome)
             return verify_recorded(params, block, hit, outcome, *rest, **fixed)
 
-        def select_packed(params, successors, outcome, state, sampling, outcomes):
+        def select_packed(params, successors, outcome, state, sampling, tactic):
             block, _ = select(successors, outcome)
             odds = selected_odds(state.odds, successors, outcome)
-            return packed_after(params, block, odds, outcome, state, sampling, how, outcomes)
+            return packed_after(params, block, odds, outcome, state, sampling, how, tactic)
 
         self._prefill_target = placed.target.compiled(partial(prefill_target, **fixed), donate_argnums=2)
         self._prefill_drafter = drafter.compiled(partial(prefill_drafter, how=how), donate_argnums=2)
@@ -84,7 +91,10 @@ class Asynchronous:
         self._select_packed = drafter.compiled(select_packed, donate_argnums=3, static_argnums=5)
         self._choose = drafter.compiled(partial(redraft_missed, how=how))
         self._verify = placed.target.compiled(partial(verify_recorded, **fixed), donate_argnums=4)
-        self._packed = drafter.compiled(partial(packed_after, how=how), donate_argnums=4, static_argnames="outcomes")
+        self._packed = drafter.compiled(partial(packed_after, how=how), donate_argnums=4, static_argnames="tactic")
+        self._feed = drafter.compiled(partial(feed_after, how=how), donate_argnums=3)
+        alone = partial(decode_block_alone, size=how.drafter.block_size, **fixed)
+        self._plain = placed.target.compiled(alone, donate_argnums=2)
         self._end_row = placed.target.compiled(end_row)
 
         self._cache = placed.target.cache(placed.rows)
@@ -110,42 +120,24 @@ class Asynchronous:
             self._successors,
             settings.sampling(drafter.home),
         )
-        self._interrupted = True
+        self.steering.interrupt()
         return Launched((first, self._outcome.done), read_first(int(chunk.slot))), (first, self._successors)
 
     def launch(self, number: int, settings: Settings, until: Until, observer: Observer) -> Launched:
-        away = time.perf_counter() - self._read_at
-        known, tactic = jax.device_put(self._outcome, self._drafter.home), self._policy.next()
-        round_of = self._redrafting if tactic.redraft else self._keeping
-        record = round_of(number, known, settings, observer, tactic.outcomes)
-        away_s, self._interrupted = (None if self._interrupted else away), False
-        read = self._timed(tactic, away_s, read_round(foreseen=True, redraft=tactic.redraft))
-        return Launched(record, read)
+        known = jax.device_put(self._outcome, self._drafter.home)
+        tactic, away_s = self.steering.next()
+        if tactic == PLAIN:
+            record = self._alone(number, known, settings, observer)
+        else:
+            round_of = self._redrafting if tactic.redraft else self._keeping
+            record = round_of(number, known, settings, observer, tactic)
+        return Launched(record, self.steering.timed(tactic, away_s, read_round(tactic)))
 
-    @contextmanager
-    def rehearsal(self) -> Iterator[int]:
-        usual, self._policy = self._policy, InTurn(self._tactics)
-        try:
-            yield len(self._tactics)
-        finally:
-            self._policy = usual
-
-    def _timed(self, tactic: Tactic, away_s: float | None, read: Callable[[Any], list[Progress]]) -> Callable:
-        """Rounds are read one after the other, so a round takes from one reading to the next; unless a chunk of a
-        prompt came before it, or the host was `away` for much of that time, with someone who reads a stream slowly.
-        """
-
-        def read_timed(record: Any) -> list[Progress]:
-            found, before, self._read_at = read(record), self._read_at, time.perf_counter()
-            took = self._read_at - before
-            told = away_s is not None and away_s < MOSTLY_THERE * took and any(row.rounds for row in found)
-            self._policy.observe(tactic, sum(len(row.tokens) for row in found), took if told else None)
-            return found
-
-        return read_timed
+    def rehearsal(self) -> AbstractContextManager[int]:
+        return self.steering.rehearsal()
 
     def _keeping(
-        self, number: int, known: Outcome, settings: Settings, observer: Observer, outcomes: Literal["all"] | int
+        self, number: int, known: Outcome, settings: Settings, observer: Observer, tactic: Tactic
     ) -> jax.Array:
         target, drafter = self._target, self._drafter
         offered = jax.device_put(self._successors, target.home)
@@ -159,13 +151,13 @@ class Asynchronous:
         )
         observer.launched("verify", "target", number, record)
         self._state, self._successors = self._select_packed(
-            drafter.params, self._successors, known, self._state, settings.sampling(drafter.home), outcomes
+            drafter.params, self._successors, known, self._state, settings.sampling(drafter.home), tactic
         )
         observer.launched("packed", "drafter", number, self._successors)
         return record
 
     def _redrafting(
-        self, number: int, known: Outcome, settings: Settings, observer: Observer, outcomes: Literal["all"] | int
+        self, number: int, known: Outcome, settings: Settings, observer: Observer, tactic: Tactic
     ) -> jax.Array:
         target, drafter = self._target, self._drafter
         there = settings.sampling(drafter.home)
@@ -182,11 +174,27 @@ class Asynchronous:
             settings.stop(target.home),
         )
         observer.launched("verify", "target", number, record)
-        self._state, self._successors = self._packed(
-            drafter.params, block, odds, known, self._state, there, outcomes=outcomes
-        )
-        observer.launched("packed", "drafter", number, self._successors)
+        if tactic.drafts_ahead:
+            self._state, self._successors = self._packed(
+                drafter.params, block, odds, known, self._state, there, tactic=tactic
+            )
+            observer.launched("packed", "drafter", number, self._successors)
+        else:
+            self._take_note(block, known, number, observer)
         return record
+
+    def _alone(self, number: int, known: Outcome, settings: Settings, observer: Observer) -> jax.Array:
+        target = self._target
+        block, self._cache, self._outcome, record = self._plain(
+            target.params, self._outcome, self._cache, settings.sampling(target.home), settings.stop(target.home)
+        )
+        observer.launched("plain", "target", number, record)
+        self._take_note(jax.device_put(block, self._drafter.home), known, number, observer)
+        return record
+
+    def _take_note(self, block: jax.Array, known: Outcome, number: int, observer: Observer) -> None:
+        self._state, self._successors = self._feed(self._drafter.params, block, known, self._state, self._successors)
+        observer.launched("feed", "drafter", number, self._successors)
 
     def release(self, slot: int) -> None:
         self._outcome = self._end_row(self._outcome, jax.device_put(slot, self._target.home))

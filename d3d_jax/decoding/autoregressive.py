@@ -56,6 +56,30 @@ def decode_autoregressively(
     return written, outcome, cache.with_batch_axis() if batch == 1 else cache
 
 
+def decode_block_alone(
+    params: Params,
+    outcome: Outcome,
+    cache: KVCache,
+    sampling: Sampling | None,
+    stop: Stop,
+    size: int,
+    config: ModelConfig,
+    attention: AttentionConfig = AUTO,
+) -> tuple[jax.Array, KVCache, Outcome, jax.Array]:
+    """`size` further tokens of each row, or up to its end, in the shape of a verified block.
+
+    Returns the block int32 [B, G] as if drafts had been accepted to the last, the cache, the outcome, and the record of
+    `rounds.verify_recorded`: so the drafter can go on from there as from any round.
+    """
+    until = Until(size, outcome.done.size + 1)
+    written, after, cache = decode_autoregressively(params, cache, outcome, sampling, stop, until, config, attention)
+    tokens, bits = written.emitted[:, 0, :size], written.emitted[:, 1, :size]
+    accepted = jnp.maximum(written.count - 1, 0)
+    block = jnp.concatenate([outcome.bonus[:, None], tokens[:, :-1]], axis=1)
+    columns = jnp.stack([accepted, jnp.zeros_like(accepted), outcome.done, after.done], axis=1, dtype=jnp.int32)
+    return block, cache, after._replace(accepted=accepted), jnp.concatenate([tokens, bits, columns], axis=1)
+
+
 class Autoregressive:
     """Mode `ar`."""
 

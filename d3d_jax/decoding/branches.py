@@ -6,12 +6,13 @@ A branch is one successor: a block for one outcome, whose first token, the bonus
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from d3d_jax.config import DecodeConfig
+from d3d_jax.decoding.policies import Tactic, tactics
 from d3d_jax.decoding.state import Odds, Outcome, Successors
 
 NO_OUTCOME = -1
@@ -27,45 +28,45 @@ class Branches(NamedTuple):
     anchored: jax.Array
 
 
-def num_masked(decode: DecodeConfig) -> int:
+def num_masked(decode: DecodeConfig, tactic: Tactic) -> int:
     """Branches whose bonus is left open. With anchored ones alone there is still one, for the outcome in which all
     drafts are accepted: the token after it has no candidates yet.
     """
     if decode.bonus == "anchored":
         return 1
-    return decode.outcomes if isinstance(decode.outcomes, int) else decode.block_size
+    return decode.block_size if tactic.outcomes == "all" else tactic.outcomes
 
 
-def num_branches(decode: DecodeConfig) -> int:
-    """R: as many as there can be, or as the budget of rows allows, each branch being a block of them."""
-    if decode.bonus == "masked":
-        return num_masked(decode)
-    possible = num_masked(decode) + (decode.block_size - 1) * decode.candidates
+def num_branches(decode: DecodeConfig, tactic: Tactic | None = None) -> int:
+    """R, of a tactic or (None) the most that any has: as many as there can be, or as the budget of rows allows, each
+    branch being a block of them.
+    """
+    if tactic is None:
+        return max(num_branches(decode, each) for each in tactics(decode) if each.drafts_ahead)
+    possible = num_masked(decode, tactic) + (decode.block_size - 1) * tactic.candidates
     return possible if decode.row_budget is None else min(possible, decode.row_budget // decode.block_size)
 
 
-def choose_branches(odds: Odds, decode: DecodeConfig, outcomes: Literal["all"] | int, mask_token_id: int) -> Branches:
-    """The branches for a block in flight whose drafts have these `odds` ([B, G] each).
-
-    outcomes: how many get a successor with an open bonus, where `decode` leaves it to be chosen for each round.
-    """
+def choose_branches(odds: Odds, decode: DecodeConfig, tactic: Tactic, mask_token_id: int) -> Branches:
+    """The branches of a tactic, for a block in flight whose drafts have these `odds` ([B, G] each)."""
     batch, size = odds.confidence.shape
     reached, stopped = outcome_odds(odds.confidence)
     if decode.bonus == "anchored":
         outcome = jnp.full((batch, 1), size - 1, jnp.int32)
-    elif outcomes == "all":
+    elif tactic.outcomes == "all":
         outcome = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), (batch, size))
     else:
-        outcome = jax.lax.top_k(reached * stopped, outcomes)[1].astype(jnp.int32)
+        outcome = jax.lax.top_k(reached * stopped, tactic.outcomes)[1].astype(jnp.int32)
     masked = Branches(outcome, jnp.full_like(outcome, mask_token_id), jnp.zeros(outcome.shape, bool))
-    count = num_branches(decode) - num_masked(decode)
+    count = num_branches(decode, tactic) - num_masked(decode, tactic)
     if count == 0:
         return masked
     # After outcome a the bonus stands where draft a+1 stood; `chances` already leave that draft itself out.
-    joint = reached[:, : size - 1, None] * odds.chances[:, 1:]
+    joint = reached[:, : size - 1, None] * odds.chances[:, 1:, : tactic.candidates]
     picked = jax.lax.top_k(joint.reshape(batch, -1), count)[1]
-    first = jnp.take_along_axis(odds.candidates[:, 1:].reshape(batch, -1), picked, axis=1)
-    anchored = Branches((picked // decode.candidates).astype(jnp.int32), first, jnp.ones((batch, count), bool))
+    candidates = odds.candidates[:, 1:, : tactic.candidates].reshape(batch, -1)
+    first = jnp.take_along_axis(candidates, picked, axis=1)
+    anchored = Branches((picked // tactic.candidates).astype(jnp.int32), first, jnp.ones((batch, count), bool))
     return Branches(*(jnp.concatenate(pair, axis=1) for pair in zip(masked, anchored, strict=True)))
 
 

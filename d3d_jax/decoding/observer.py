@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-MAKES_BLOCK = ("choose", "draft")  # programs whose block the rest of their round needs
+MAKES_BLOCK = ("choose", "draft", "plain")  # programs whose block the rest of their round needs
 
 
 @dataclass(frozen=True)

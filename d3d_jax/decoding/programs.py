@@ -8,13 +8,14 @@ of that block is known (`advance`).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from d3d_jax.config import AttentionConfig, DecodeConfig, DrafterConfig, ModelConfig
 from d3d_jax.decoding.branches import NO_OUTCOME, choose_branches, num_branches, select, selected_odds
+from d3d_jax.decoding.policies import Tactic
 from d3d_jax.decoding.sampling import Sampling, choose, log_probability, scores
 from d3d_jax.decoding.state import DraftState, Odds, Outcome, PromptChunk, Stop, Successors
 from d3d_jax.models.attention import AUTO
@@ -167,15 +168,15 @@ def packed_draft(
     cache: KVCache,
     sampling: Sampling | None,
     how: Drafting,
-    outcomes: Literal["all"] | int,
+    tactic: Tactic,
 ) -> tuple[DraftState, Successors]:
     """The successors of the outcomes of `block` in one pass, while the target verifies it (docs/algorithm.md 3).
 
-    odds: the drafter's, of that block; they say which branches are worth their rows. outcomes: see `choose_branches`;
-    whatever their number, the results have room for all.
+    odds: the drafter's, of that block; they say which branches are worth their rows. Whatever the number of a
+    tactic's branches, the results have room for those of any.
     """
     batch, size = block_BG.shape
-    outcome, first, anchored = choose_branches(odds, how.decode, outcomes, how.drafter.mask_token_id)
+    outcome, first, anchored = choose_branches(odds, how.decode, tactic, how.drafter.mask_token_id)
     context = cache.length[:, None] + outcome + 1
     blocks = masked_blocks(batch, outcome.shape[1], how.drafter).at[:, :, 0].set(first)
     _, hidden, cache = draft_pass(params, block_BG, blocks, context, cache, how.model, how.drafter, how.attention)
@@ -190,6 +191,15 @@ def packed_draft(
         lambda leaf: jnp.pad(leaf, room + [(0, 0)] * (leaf.ndim - 2)), (odds, tokens, anchored)
     )
     return DraftState(cache, odds), Successors(tokens, jnp.pad(outcome, room, constant_values=NO_OUTCOME), anchored)
+
+
+def feed(
+    params: Params, block_BG: jax.Array, state: DraftState, successors: Successors, how: Drafting
+) -> tuple[DraftState, Successors]:
+    """The drafter takes note of `block` and drafts nothing: a `packed_draft` without branches."""
+    _, cache = append(params, block_BG, state.cache, how.model, how.attention)
+    none = jnp.full_like(successors.outcome, NO_OUTCOME)
+    return DraftState(cache, state.odds), Successors(successors.tokens, none, jnp.zeros_like(successors.anchored))
 
 
 def anchored_draft(

@@ -13,6 +13,7 @@ import numpy as np
 from d3d_jax.config import AttentionConfig, ModelConfig
 from d3d_jax.decoding.observer import Observer
 from d3d_jax.decoding.placement import Settings
+from d3d_jax.decoding.policies import PLAIN, Tactic
 from d3d_jax.decoding.programs import verify
 from d3d_jax.decoding.sampling import Sampling
 from d3d_jax.decoding.state import Outcome, Progress, PromptChunk, Round, Stop
@@ -100,12 +101,9 @@ def verify_recorded(
     return cache, after, jnp.concatenate([own, bits, columns], axis=1)
 
 
-def read_round(*, foreseen: bool, redraft: bool) -> Callable[[np.ndarray], list[Progress]]:
-    """Reads a record of `verify_recorded`.
-
-    foreseen: drafting was ahead of the bonus token, so that `hit` means something; redraft: missed blocks were
-    drafted again.
-    """
+def read_round(tactic: Tactic) -> Callable[[np.ndarray], list[Progress]]:
+    """Reads a record of `verify_recorded`, or of `autoregressive.decode_block_alone`, of a round of this tactic."""
+    alone, foreseen = tactic == PLAIN, tactic.drafts_ahead
 
     def read(record: np.ndarray) -> list[Progress]:
         size = (record.shape[1] - 4) // 2
@@ -115,10 +113,13 @@ def read_round(*, foreseen: bool, redraft: bool) -> Callable[[np.ndarray], list[
             if before:
                 found.append(Progress(done=True))
                 continue
-            verified = Round(accepted, bool(hit) if foreseen else None, redraft and not hit)
             emitted = slice(0, accepted + 1)
+            again = foreseen and tactic.redraft and not hit
+            rounds = [Round(accepted, bool(hit) if foreseen else None, again)]
+            if alone:
+                rounds = [Round(0, drafted=False)] * (accepted + 1)
             tokens = record[row, :size][emitted].tolist()
-            found.append(Progress(tokens, logprobs[row, emitted].tolist(), [verified], bool(after)))
+            found.append(Progress(tokens, logprobs[row, emitted].tolist(), rounds, bool(after)))
         return found
 
     return read

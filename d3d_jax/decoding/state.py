@@ -130,6 +130,11 @@ class Completion:
     logprobs: tuple[float, ...] | None = None
 
     @property
+    def drafted_rounds(self) -> int:
+        """Rounds that had drafts to verify; in the others the target went alone."""
+        return sum(verified.drafted for verified in self.rounds)
+
+    @property
     def bonus_positions(self) -> tuple[int, ...]:
         """Indices into `ids` of tokens that the target itself supplied: the first, and each round's last."""
         places, at = [0], 0

@@ -5,16 +5,19 @@ On one device the whole loop is one program; on two, or step by step, a round is
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from d3d_jax.config import AttentionConfig, ModelConfig
+from d3d_jax.decoding.autoregressive import decode_block_alone
 from d3d_jax.decoding.observer import Observer
 from d3d_jax.decoding.placement import Placed, Settings
+from d3d_jax.decoding.policies import PLAIN, Steering, tactics
 from d3d_jax.decoding.programs import Drafting, advance, anchored_draft, prefill_previous, prefill_target, verify
 from d3d_jax.decoding.rounds import (
     Launched,
@@ -30,7 +33,9 @@ from d3d_jax.decoding.sampling import Sampling
 from d3d_jax.decoding.state import Outcome, PromptChunk, Stop
 from d3d_jax.models.attention import AUTO
 from d3d_jax.models.cache import KVCache
-from d3d_jax.models.qwen3 import Params
+from d3d_jax.models.qwen3 import Params, append
+
+ROUNDS_BETWEEN_CHOICES = 4  # of a loop on the device, where there is a tactic to choose
 
 
 def draft(
@@ -49,6 +54,12 @@ def draft(
     following = advance(cache, outcome)
     block, _, cache = anchored_draft(params, previous_BG, outcome.bonus, following.length, cache, sampling, how)
     return block, cache._replace(length=following.length)
+
+
+def take_note(params: Params, previous_BG: jax.Array, outcome: Outcome, cache: KVCache, how: Drafting) -> KVCache:
+    """As :func:`draft`, with nothing drafted: the drafter's cache once the outcome of `previous` is known."""
+    _, written = append(params, previous_BG, cache, how.model, how.attention)
+    return written._replace(length=advance(cache, outcome).length)
 
 
 def decode_synchronously(
@@ -105,6 +116,10 @@ class Synchronous:
         self._loop = placed.target.compiled(partial(decode_synchronously, how=how, **fixed), donate_argnums=(2, 3))
         self._draft = drafter.compiled(partial(draft, how=how), donate_argnums=3)
         self._verify = placed.target.compiled(partial(verify_recorded, **fixed), donate_argnums=4)
+        self._feed = drafter.compiled(partial(take_note, how=how), donate_argnums=3)
+        alone = partial(decode_block_alone, size=how.drafter.block_size, **fixed)
+        self._plain = placed.target.compiled(alone, donate_argnums=2)
+        self.steering = Steering(tactics(placed.decode))
         self._end_row = placed.target.compiled(end_row)
         self._cache, self._draft_cache = placed.target.cache(placed.rows), drafter.cache(placed.rows)
         self._outcome = jax.device_put(Outcome.of_free_rows(placed.rows), placed.target.home)
@@ -124,12 +139,19 @@ class Synchronous:
         self._draft_cache, self._previous = self._prefill_drafter(
             drafter.params, jax.device_put(chunk, drafter.home), self._draft_cache, self._previous
         )
+        self.steering.interrupt()
         return Launched((first, self._outcome.done), read_first(int(chunk.slot))), (first, self._previous)
 
     def launch(self, number: int, settings: Settings, until: Until, observer: Observer) -> Launched:
         target, drafter = self._target, self._drafter
         sampling, stop = settings.sampling(target.home), settings.stop(target.home)
+        tactic, away_s = self.steering.next()
+        if tactic == PLAIN:
+            record = self._alone(number, settings, observer)
+            return Launched(record, self.steering.timed(tactic, away_s, read_round(tactic)))
         if self.compiled_loop:
+            if self.steering.chooses:
+                until = until._replace(rounds=np.minimum(until.rounds, ROUNDS_BETWEEN_CHOICES))
             emitted, self._previous, self._outcome, (self._cache, self._draft_cache) = self._loop(
                 target.params,
                 drafter.params,
@@ -142,7 +164,7 @@ class Synchronous:
                 jax.device_put(until, target.home),
             )
             observer.launched("loop", "target", number, emitted)
-            return Launched((*emitted, self._outcome.done), read_loop)
+            return Launched((*emitted, self._outcome.done), self.steering.timed(tactic, away_s, read_loop))
         known = jax.device_put(self._outcome, drafter.home)
         self._previous, self._draft_cache = self._draft(
             drafter.params, self._previous, known, self._draft_cache, settings.sampling(drafter.home)
@@ -153,10 +175,22 @@ class Synchronous:
             target.params, block, self._nothing_foreseen, self._outcome, self._cache, sampling, stop
         )
         observer.launched("verify", "target", number, record)
-        return Launched(record, read_round(foreseen=False, redraft=False))
+        return Launched(record, self.steering.timed(tactic, away_s, read_round(tactic)))
+
+    def _alone(self, number: int, settings: Settings, observer: Observer) -> jax.Array:
+        target, drafter = self._target, self._drafter
+        known = jax.device_put(self._outcome, drafter.home)
+        self._draft_cache = self._feed(drafter.params, self._previous, known, self._draft_cache)
+        observer.launched("feed", "drafter", number, self._draft_cache.length)
+        block, self._cache, self._outcome, record = self._plain(
+            target.params, self._outcome, self._cache, settings.sampling(target.home), settings.stop(target.home)
+        )
+        observer.launched("plain", "target", number, record)
+        self._previous = jax.device_put(block, drafter.home)
+        return record
 
     def rehearsal(self) -> AbstractContextManager[int]:
-        return nullcontext(1)
+        return self.steering.rehearsal()
 
     def release(self, slot: int) -> None:
         self._outcome = self._end_row(self._outcome, jax.device_put(slot, self._target.home))

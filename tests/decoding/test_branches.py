@@ -10,6 +10,7 @@ import pytest
 
 from d3d_jax.config import DecodeConfig
 from d3d_jax.decoding.branches import NO_OUTCOME, choose_branches, num_branches, outcome_odds, pick, select
+from d3d_jax.decoding.policies import Tactic, tactics
 from d3d_jax.decoding.programs import Drafting, anchored_draft, packed_draft
 from d3d_jax.decoding.state import Odds, Outcome, Successors
 from d3d_jax.errors import ConfigError
@@ -28,8 +29,8 @@ ODDS = Odds(  # one row; the drafts at 1, 2, 3 are trusted with .9, .5, .2
 
 
 def chosen(decode: DecodeConfig) -> list[tuple[int, int, bool]]:
-    outcomes = decode.outcomes if decode.outcomes != "auto" else "all"
-    found = choose_branches(ODDS, decode, outcomes, MASK)
+    [tactic] = tactics(decode)
+    found = choose_branches(ODDS, decode, tactic, MASK)
     assert found.outcome.shape == (1, num_branches(decode))
     return [(int(a), int(first), bool(given)) for a, first, given in zip(*(leaf[0] for leaf in found), strict=True)]
 
@@ -60,7 +61,7 @@ def test_branches_of_every_setting():
         ({"bonus": "masked", "row_budget": 40}, "row_budget=40 is for anchored successors"),
         ({"bonus": "anchored", "outcomes": 2}, "outcomes=2 counts open successors; bonus='anchored' takes row_budget"),
         ({"row_budget": 19}, "row_budget=19: 4 masked and one anchored successor of 4 tokens take 20 rows"),
-        ({"candidates": 0}, "candidates=0: at least one"),
+        ({"candidates": 0}, "candidates=0 must be"),
         ({"bonus": "given"}, "bonus"),
     ],
 )
@@ -110,7 +111,7 @@ def test_every_branch_is_what_a_pass_of_its_own_drafts(changes):
     nothing = jnp.zeros((1, 0), jnp.int32)
     block, odds, _ = anchored_draft(params, nothing, jnp.array([17]), jnp.array([6]), cache, None, how)
     assert not np.any(np.asarray(odds.candidates) == np.asarray(block)[..., None])  # the draft itself is no candidate
-    state, successors = packed_draft(params, block, odds, cache, None, how, decode.outcomes)
+    state, successors = packed_draft(params, block, odds, cache, None, how, *tactics(decode))
     assert successors.tokens.shape == (1, num_branches(decode), G)
     given = 0
     for branch, (outcome, anchored) in enumerate(
@@ -128,7 +129,7 @@ def test_every_branch_is_what_a_pass_of_its_own_drafts(changes):
             short = jnp.pad(accepted, ((0, 0), (0, G - outcome - 1)))
             certain = jnp.where(jnp.arange(G) <= outcome, 1.0, 0.0)[None]
             lonely = Odds(certain, jnp.zeros((1, G, 0), jnp.int32), jnp.zeros((1, G, 0)))
-            _, found = packed_draft(params, short, lonely, cache, None, one, 1)
+            _, found = packed_draft(params, short, lonely, cache, None, one, Tactic(True, 1))
             assert found.outcome.tolist() == [[outcome]]
             expected = found.tokens[:, 0]
         banned = outcome < G - 1 and not anchored and int(expected[0, 0]) == int(block[0, outcome + 1])

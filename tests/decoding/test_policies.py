@@ -7,11 +7,12 @@ import time
 
 import pytest
 
+from d3d_jax.acceptance.metrics import Sample
 from d3d_jax.config import DecodeConfig, SamplingParams
-from d3d_jax.decoding import asynchronous
-from d3d_jax.decoding.policies import Fastest, InTurn, Tactic, policy_for, tactics
+from d3d_jax.decoding import policies
+from d3d_jax.decoding.policies import PLAIN, WITH_BONUS, Fastest, InTurn, Tactic, break_even_tau, policy_for, tactics
 
-from .conftest import GREEDY, PROMPTS, run, shared
+from .conftest import GREEDY, PROMPTS, SAMPLED, SMALL, build, random_model, run, shared
 
 KEEP, REDRAFT = Tactic(False, "all"), Tactic(True, "all")
 
@@ -23,6 +24,31 @@ def told(policy: Fastest, rounds: int, speed: dict[Tactic, tuple[int, float]]) -
         used.append(policy.next())
         policy.observe(used[-1], *speed[used[-1]])
     return used
+
+
+def test_candidates_are_left_open_too():
+    decode = DecodeConfig(bonus="both", candidates="auto", block_size=8)
+    assert tactics(decode) == tuple(Tactic(True, "all", count) for count in (4, 2, 1))
+    narrower = dataclasses.replace(decode, outcomes="auto")
+    assert tactics(narrower) == (Tactic(True, "all", 4), Tactic(True, 4, 2), Tactic(True, 2, 1))
+    assert decode.num_candidates == 4  # room for any
+
+
+def test_drafting_may_be_left_open():
+    decode = DecodeConfig(drafting="auto")
+    assert tactics(decode) == (REDRAFT, WITH_BONUS, PLAIN)
+    assert tactics(dataclasses.replace(decode, mode="sync")) == (WITH_BONUS, PLAIN)
+    assert tactics(dataclasses.replace(decode, mode="sync", drafting="always")) == (WITH_BONUS,)
+
+
+def test_a_plain_round_is_tried_less_long():
+    policy = Fastest([REDRAFT, PLAIN], trial=12, stretch=50)
+    used = told(policy, 16, {REDRAFT: (4, 1.0), PLAIN: (16, 8.0)})
+    assert used == [REDRAFT] * 12 + [PLAIN] * 3 + [REDRAFT]
+
+
+def test_break_even_is_where_both_ways_are_as_fast():
+    assert break_even_tau(4.0, drafted_rate=200.0, plain_rate=100.0) == 2.0  # a round takes two plain steps
 
 
 def test_what_the_settings_leave_open():
@@ -105,15 +131,23 @@ def scripts(monkeypatch) -> list[Script]:
         made.append(Script(choices))
         return made[-1]
 
-    monkeypatch.setattr(asynchronous, "policy_for", make)
+    monkeypatch.setattr(policies, "policy_for", make)
     shared.cache_clear()
     yield made
     shared.cache_clear()
 
 
-def test_tactics_change_from_round_to_round_and_no_token_does(ar_tokens, scripts):
+@pytest.mark.parametrize(
+    "decode",
+    [
+        DecodeConfig(block_size=4, miss="auto", outcomes="auto"),
+        DecodeConfig(block_size=4, bonus="both", outcomes="auto", candidates="auto"),
+        DecodeConfig(block_size=4, miss="auto", drafting="auto"),
+    ],
+    ids=["outcomes", "candidates", "drafting"],
+)
+def test_tactics_change_from_round_to_round_and_no_token_does(ar_tokens, scripts, decode):
     """Overlapped and step by step, the same decisions give the very same rounds."""
-    decode = DecodeConfig(block_size=4, miss="auto", outcomes="auto")
     engines = [shared(0, how, 2) for how in (decode, dataclasses.replace(decode, step_by_step=True))]
     for prompt, ids in zip(PROMPTS, ar_tokens(GREEDY), strict=True):
         for script in scripts:
@@ -121,6 +155,7 @@ def test_tactics_change_from_round_to_round_and_no_token_does(ar_tokens, scripts
         overlapped, stepped = (run(engine, [prompt], 40)[0] for engine in engines)
         assert overlapped.ids == stepped.ids == ids
         assert overlapped.rounds == stepped.rounds
+        assert overlapped.drafted_rounds < len(overlapped.rounds) or decode.drafting == "always"
     redrafted = [verified.redrafted for verified in overlapped.rounds]
     assert any(redrafted) and not all(redrafted)
     for script in scripts:
@@ -144,9 +179,9 @@ def test_a_stream_that_is_read_slowly_says_nothing_about_a_tactic(scripts):
 def test_a_warm_up_that_fails_leaves_the_policy_as_it_was(scripts):
     runner = shared(0, DecodeConfig(block_size=4, miss="auto"), 2)._scheduler._runner
     with pytest.raises(RuntimeError), runner.rehearsal() as rounds:
-        assert rounds == 2 and runner._policy not in scripts
+        assert rounds == 2 and runner.steering.policy not in scripts
         raise RuntimeError
-    assert runner._policy in scripts
+    assert runner.steering.policy in scripts
 
 
 def test_warm_up_runs_every_tactic_and_leaves_the_policy_as_it_was(scripts):
@@ -159,3 +194,34 @@ def test_warm_up_runs_every_tactic_and_leaves_the_policy_as_it_was(scripts):
     with CompileCounter() as counter:
         run(engine, PROMPTS[:1], 40)
     assert script.rounds > 6 and counter.count == 0
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_going_alone_for_a_while_leaves_the_drafter_fed(target, ar_tokens, scripted, scripts, mode, devices, sampling):
+    """A drafter that knows the whole text goes on being right after rounds that it took no part in: in mode `sync` and
+    wherever a miss is drafted again, at once."""
+    texts = [prompt + list(ids) for prompt, ids in zip(PROMPTS, ar_tokens(sampling), strict=True)]
+    scripted(texts, lambda position: False)
+    decode = DecodeConfig(mode=mode, block_size=4, drafting="auto", miss="redraft")
+    engine = build(target, random_model(SMALL, 3, 4), decode, devices, rows=3)
+    completions = run(engine, PROMPTS, 40, sampling=sampling)
+    assert [completion.ids for completion in completions] == ar_tokens(sampling)
+    for completion in completions:
+        assert 0 < completion.drafted_rounds < len(completion.rounds)
+        whole = Sample(completion.rounds, len(completion.ids)).whole_rounds()
+        assert all(verified.accepted == 3 for verified in whole if verified.drafted)
+        assert len(completion.bonus_positions) > completion.drafted_rounds
+
+
+def test_the_target_goes_alone_where_drafts_are_worthless(target, ar_tokens, scripted):
+    """A drafter that errs everywhere: soon most rounds are plain, and no token changes."""
+    texts = [prompt + list(ids) for prompt, ids in zip(PROMPTS, ar_tokens(GREEDY, 110), strict=True)]
+    scripted(texts, lambda position: True)
+    engine = build(target, random_model(SMALL, 3, 8), DecodeConfig(mode="sync", block_size=8, drafting="auto"))
+    engine.warm_up([len(PROMPTS[0])], [GREEDY])
+    for _ in range(6):
+        [found] = run(engine, PROMPTS[:1], 110)
+        assert found.ids == ar_tokens(GREEDY, 110)[0]
+    assert found.drafted_rounds < 30
