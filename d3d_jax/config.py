@@ -188,7 +188,8 @@ class DecodeConfig:
     the `candidates` likeliest bonus tokens of an outcome, `both` does both. `row_budget`: most rows of successors in a
     packed pass, `block_size` each; the likeliest outcomes and candidates are drafted.
     `drafting`: `always`, or `auto`: without drafting ahead, or not at all, while that gives more tokens a second.
-    `on_draft_failure`: raise, or let the target decode alone from there on, with a warning and the same tokens.
+    `on_draft_failure`: raise, or with a warning and the same tokens go on: `plain`, the target alone, `retry`, from
+    fresh caches, and alone if that gives nothing.
     `stall_s`: seconds without a result that count as such a failure; None waits for ever.
     `step_by_step`: wait after every program; the same tokens and round trace, for tests and timing.
     `attention`: what computes attention, of both models.
@@ -204,7 +205,7 @@ class DecodeConfig:
     row_budget: int | None = None
     drafting: Literal["always", "auto"] = "always"
     draft_sampling: Literal["argmax", "gumbel"] = "argmax"
-    on_draft_failure: Literal["error", "plain"] = "error"
+    on_draft_failure: Literal["error", "plain", "retry"] = "error"
     stall_s: float | None = None
     step_by_step: bool = False
     lookahead: int = 2

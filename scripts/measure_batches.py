@@ -3,6 +3,7 @@
     python scripts/measure_batches.py [--num-prompts 32] [--rows 1 8]
 
 Every engine decodes the same prompts, all submitted at once, after its programs are compiled; prefill is inside.
+Break-even is the tau from which on a mode is faster than the target alone with as many rows.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from d3d_jax.config import SamplingParams
 from d3d_jax.data.chat import encode_prompt
 from d3d_jax.data.prompts import load_prompts
 from d3d_jax.decoding.engine import Engine
+from d3d_jax.decoding.policies import break_even_tau
 from d3d_jax.devices.host import describe, device_pair, prepare_cpu
 
 MAX_LEN, NEW_TOKENS = 512, 192
@@ -37,7 +39,9 @@ def main() -> None:
     questions = load_prompts(demo.prompts_file())[: args.num_prompts]
     expected, base = None, {}
     print(f"{describe(devices)}; jax {versions()['jax']}; {len(questions)} GSM8K questions, greedy, float32\n")
-    print("| mode | rows | tok/s | over one row | over AR, same rows | tau |\n|---|---|---|---|---|---|")
+    print(
+        "| mode | rows | tok/s | over one row | over AR, same rows | tau | break-even |\n|---|---|---|---|---|---|---|"
+    )
     for name, settings in MODES.items():
         for rows in args.rows:
             drafter = None if name == "ar" else demo.drafter_folder()
@@ -54,9 +58,10 @@ def main() -> None:
             expected = expected or [one.ids for one in found]
             assert [one.ids for one in found] == expected, f"{name} with {rows} rows gives other tokens"
             rounds = [verified for one in found for verified in one.rounds]
-            tau = f"{sum(r.accepted + 1 for r in rounds) / len(rounds):.2f}" if rounds else ""
+            tau = sum(r.accepted + 1 for r in rounds) / len(rounds) if rounds else 0.0
+            shown = f"{tau:.2f} | {break_even_tau(tau, rate, base['ar', rows]):.2f}" if rounds else "|"
             over_one, over_ar = rate / base[name, args.rows[0]], rate / base["ar", rows]
-            print(f"| {name} | {rows} | {rate:.0f} | {over_one:.2f}x | {over_ar:.2f}x | {tau} |", flush=True)
+            print(f"| {name} | {rows} | {rate:.0f} | {over_one:.2f}x | {over_ar:.2f}x | {shown} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -124,6 +124,25 @@ def figures_of(session: Session, completions: Sequence[Completion]) -> dict[str,
         "tok_per_s": after_first / decode_s if decode_s else None,
         "tau": found.tau,
         "hit_rate": found.hit_rate,
+        **choice_of(session.engine, found.tau, completions),
+    }
+
+
+def choice_of(engine: Engine, tau: float | None, completions: Sequence[Completion]) -> dict[str, Any]:
+    """Where the engine may leave drafting out: how often it drafted, and the tau from which on that pays here."""
+    from d3d_jax.decoding.policies import PLAIN, break_even_tau
+
+    rounds = sum(len(done.rounds) for done in completions)
+    if engine.decode.drafting != "auto" or not rounds:
+        return {}
+    rates = engine.rates()
+    drafted = max((rate for tactic, rate in rates.items() if tactic != PLAIN), default=0.0)
+    even = None
+    if tau is not None and drafted and PLAIN in rates:
+        even = break_even_tau(tau, drafted, rates[PLAIN])
+    return {
+        "drafted_share": sum(done.drafted_rounds for done in completions) / rounds,
+        "break_even_tau": even,
     }
 
 
@@ -136,6 +155,10 @@ def in_words(figures: dict[str, Any]) -> str:
         text += f", {figures['tau']:.2f} tokens a round"
     if figures["hit_rate"] is not None:
         text += f", hit rate {figures['hit_rate']:.2f}"
+    if figures.get("break_even_tau"):
+        text += (
+            f" (drafting pays from {figures['break_even_tau']:.2f}; {figures['drafted_share']:.0%} of rounds drafted)"
+        )
     return text
 
 

@@ -106,7 +106,9 @@ def add_drafting_arguments(parser: argparse.ArgumentParser) -> None:
         help="auto: the target goes alone while that is faster, as with many rows (default: always)",
     )
     group.add_argument(
-        "--on-draft-failure", choices=("error", "plain"), help="plain: the target goes on alone (default: error)"
+        "--on-draft-failure",
+        choices=("error", "plain", "retry"),
+        help="plain: the target goes on alone; retry: drafting begins anew first (default: error)",
     )
     group.add_argument(
         "--stall-s", type=float, metavar="S", help="seconds without a result that count as a failure (default: none)"

@@ -136,6 +136,9 @@ class Asynchronous:
     def rehearsal(self) -> AbstractContextManager[int]:
         return self.steering.rehearsal()
 
+    def rates(self) -> dict[Tactic, float]:
+        return self.steering.rates()
+
     def _keeping(
         self, number: int, known: Outcome, settings: Settings, observer: Observer, tactic: Tactic
     ) -> jax.Array:

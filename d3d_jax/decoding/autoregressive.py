@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from d3d_jax.config import AttentionConfig, ModelConfig
 from d3d_jax.decoding.observer import Observer
 from d3d_jax.decoding.placement import Placed, Settings
+from d3d_jax.decoding.policies import Tactic
 from d3d_jax.decoding.programs import prefill_target
 from d3d_jax.decoding.rounds import Launched, Until, Written, end_row, read_first, read_loop
 from d3d_jax.decoding.sampling import Sampling, choose, log_probability
@@ -121,6 +122,9 @@ class Autoregressive:
 
     def rehearsal(self) -> AbstractContextManager[int]:
         return nullcontext(1)
+
+    def rates(self) -> dict[Tactic, float]:
+        return {}
 
     def release(self, slot: int) -> None:
         self._outcome = self._end_row(self._outcome, jax.device_put(slot, self._target.home))

@@ -19,6 +19,7 @@ from d3d_jax.decoding.autoregressive import Autoregressive
 from d3d_jax.decoding.loading import open_pair, sampling_defaults
 from d3d_jax.decoding.observer import Observer, StepByStep
 from d3d_jax.decoding.placement import Devices, Model, Placed, Side, as_devices, attention_of, check_pair, check_prompt
+from d3d_jax.decoding.policies import Tactic
 from d3d_jax.decoding.programs import Drafting
 from d3d_jax.decoding.prompt_chunks import one_of_each_size
 from d3d_jax.decoding.request import Request
@@ -80,9 +81,15 @@ class Engine:
             side = Side.place(drafter, devices[1], max_len, dtype, draft_attention)
             how = Drafting(drafter.config, drafter.drafter, decode, num_token_ids, draft_attention)
         placed = Placed(Side.place(target, devices[0], max_len, dtype, attention), side, how, decode, max_batch)
-        plain = (lambda: Autoregressive(placed)) if side and decode.on_draft_failure == "plain" else None
+        plain = (lambda: Autoregressive(placed)) if side and decode.on_draft_failure != "error" else None
         self._scheduler = Scheduler(
-            lambda: MODES[decode.mode](placed), max_batch, max_len, decode.lookahead, plain, decode.stall_s
+            lambda: MODES[decode.mode](placed),
+            max_batch,
+            max_len,
+            decode.lookahead,
+            plain,
+            decode.stall_s,
+            try_again=decode.on_draft_failure == "retry",
         )
         self._lock = threading.Lock()  # streams of several threads share the rows
         self._past_end = slots_past_end(1 if decode.mode == "ar" else decode.block_size)
@@ -211,6 +218,10 @@ class Engine:
     def idle(self) -> bool:
         """Nothing is under way and nothing waits."""
         return self._scheduler.idle
+
+    def rates(self) -> dict[Tactic, float]:
+        """Tokens a second, all rows together, of the tactics among which an `auto` setting chooses."""
+        return self._scheduler.rates()
 
     def cancel(self, request: Request) -> None:
         """Take a request out, wherever it is."""

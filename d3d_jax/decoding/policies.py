@@ -49,6 +49,10 @@ class Policy(Protocol):
         """
         ...
 
+    def rate(self, tactic: Tactic) -> float:
+        """Tokens a second; 0 where it was not observed."""
+        ...
+
 
 def tactics(decode: DecodeConfig) -> tuple[Tactic, ...]:
     """All that the settings leave open; a single one unless something is `auto`. Wider drafting comes first."""
@@ -113,6 +117,10 @@ class Steering:
 
         return read_timed
 
+    def rates(self) -> dict[Tactic, float]:
+        """Tokens a second of the tactics that were used, where there is a choice."""
+        return {choice: rate for choice in self._choices if (rate := self.policy.rate(choice))}
+
     @contextmanager
     def rehearsal(self) -> Iterator[int]:
         """While it is open, so many rounds use every tactic; the policy learns nothing."""
@@ -135,6 +143,9 @@ class InTurn:
 
     def observe(self, tactic: Tactic, tokens: int, seconds: float | None) -> None:
         pass
+
+    def rate(self, tactic: Tactic) -> float:
+        return 0.0
 
 
 class Fastest:
@@ -170,7 +181,6 @@ class Fastest:
         self._seconds[tactic] = self._fade * self._seconds[tactic] + seconds
 
     def rate(self, tactic: Tactic) -> float:
-        """Tokens a second; 0 before anything was observed."""
         return self._tokens[tactic] / self._seconds[tactic] if self._seconds[tactic] else 0.0
 
     def _stretches(self, trial: int, stretch: int) -> Iterator[tuple[Tactic, int]]:

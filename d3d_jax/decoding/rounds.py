@@ -59,6 +59,10 @@ class Runner(Protocol):
         """While it is open, as many rounds as it says run every program that a round may use."""
         ...
 
+    def rates(self) -> dict[Tactic, float]:
+        """Tokens a second of the tactics between which a policy chooses; empty where there is no choice."""
+        ...
+
     def release(self, slot: int) -> None:
         """The row is free: its request was cancelled."""
         ...

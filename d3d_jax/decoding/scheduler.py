@@ -18,6 +18,7 @@ import numpy as np
 
 from d3d_jax.decoding.observer import Observer
 from d3d_jax.decoding.placement import Settings
+from d3d_jax.decoding.policies import Tactic
 from d3d_jax.decoding.prompt_chunks import chunks_of
 from d3d_jax.decoding.request import Request
 from d3d_jax.decoding.rounds import Launched, Runner, Until
@@ -45,6 +46,7 @@ class Scheduler:
         max_len: slots of each row's cache.
         lookahead: launches in flight before the host reads the oldest; a loop on the device needs but one.
         fallback: the runner that takes over from one that failed; None to raise instead.
+        try_again: a runner that had given something since it was made is made anew before the fallback takes over.
         stall_s: seconds without a result after which the devices count as failed; None to wait for ever.
     """
 
@@ -56,7 +58,9 @@ class Scheduler:
         lookahead: int,
         fallback: Callable[[], Runner] | None = None,
         stall_s: float | None = None,
+        try_again: bool = False,
     ):
+        self._try_again, self._fruitful = try_again, False
         self._stall_s = stall_s
         self._make, self._fallback, self._max_len, self._ahead = make, fallback, max_len, lookahead
         self._runner = make()
@@ -95,6 +99,10 @@ class Scheduler:
         """See :meth:`Runner.rehearsal`."""
         return self._runner.rehearsal()
 
+    def rates(self) -> dict[Tactic, float]:
+        """See :meth:`Runner.rates`."""
+        return self._runner.rates()
+
     def step(self, observer: Observer) -> None:
         """One chunk of a prompt, one launch for the rows under way, and the reading of what is due.
 
@@ -131,8 +139,13 @@ class Scheduler:
                 request.finish("error")
             self._runner = self._make()
             return False
-        warnings.warn(f"drafting failed ({error}); the target decodes alone from here on", RuntimeWarning, stacklevel=4)
-        self._runner, self._make, self._fallback = self._fallback(), self._fallback, None
+        if self._try_again and self._fruitful:
+            said, self._runner = "drafting begins again from fresh caches", self._make()
+        else:
+            said = "the target decodes alone from here on"
+            self._runner, self._make, self._fallback = self._fallback(), self._fallback, None
+        self._fruitful = False
+        warnings.warn(f"drafting failed ({error}); {said}", RuntimeWarning, stacklevel=4)
         self._waiting.extendleft(reversed(under_way))
         return True
 
@@ -188,6 +201,7 @@ class Scheduler:
             if request is None or request.finished:
                 continue
             request.take(progress)
+            self._fruitful |= bool(progress.rounds)
             if request.finished:
                 self._free(slot)
                 if not progress.done:  # a stop text: the device does not know of it

@@ -17,7 +17,7 @@ from d3d_jax.config import AttentionConfig, ModelConfig
 from d3d_jax.decoding.autoregressive import decode_block_alone
 from d3d_jax.decoding.observer import Observer
 from d3d_jax.decoding.placement import Placed, Settings
-from d3d_jax.decoding.policies import PLAIN, Steering, tactics
+from d3d_jax.decoding.policies import PLAIN, Steering, Tactic, tactics
 from d3d_jax.decoding.programs import Drafting, advance, anchored_draft, prefill_previous, prefill_target, verify
 from d3d_jax.decoding.rounds import (
     Launched,
@@ -191,6 +191,9 @@ class Synchronous:
 
     def rehearsal(self) -> AbstractContextManager[int]:
         return self.steering.rehearsal()
+
+    def rates(self) -> dict[Tactic, float]:
+        return self.steering.rates()
 
     def release(self, slot: int) -> None:
         self._outcome = self._end_row(self._outcome, jax.device_put(slot, self._target.home))

@@ -11,8 +11,9 @@ import pytest
 from d3d_jax.config import DecodeConfig
 from d3d_jax.decoding.branches import NO_OUTCOME, choose_branches, num_branches, outcome_odds, pick, select
 from d3d_jax.decoding.policies import Tactic, tactics
-from d3d_jax.decoding.programs import Drafting, anchored_draft, packed_draft
-from d3d_jax.decoding.state import Odds, Outcome, Successors
+from d3d_jax.decoding.programs import Drafting, anchored_draft, feed, no_successors, packed_draft
+from d3d_jax.decoding.state import DraftState, Odds, Outcome, Successors
+from d3d_jax.decoding.synchronous import draft, take_note
 from d3d_jax.errors import ConfigError
 from d3d_jax.models.cache import empty_cache
 from d3d_jax.models.qwen3 import append, for_decoding
@@ -135,3 +136,31 @@ def test_every_branch_is_what_a_pass_of_its_own_drafts(changes):
         banned = outcome < G - 1 and not anchored and int(expected[0, 0]) == int(block[0, outcome + 1])
         assert banned or np.array_equal(expected[0], successors.tokens[0, branch])
     assert given == num_branches(decode) - (1 if decode.bonus == "anchored" else 2 if "outcomes" in changes else G)
+
+
+def test_what_the_drafter_takes_note_of_is_what_it_would_have_drafted_from():
+    """Without drafting, the drafter's cache is the very one that drafting leaves."""
+    drafter = random_model(CONFIG, 3, G)
+    params = for_decoding(drafter.params)
+    how = Drafting(CONFIG, drafter.drafter, DecodeConfig(block_size=G), TOKEN_IDS)
+    _, cache = append(params, jnp.array([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]]), empty_cache(CONFIG, 2, 32), CONFIG)
+    cache = cache._replace(length=jnp.array([5, 3]))
+    block, outcome = (
+        jnp.array([[8, 9, 7, 9], [3, 2, 3, 8]]),
+        Outcome(jnp.array([3, 1]), jnp.array([4, 6]), jnp.zeros(2, bool)),
+    )
+
+    odds, successors = no_successors(how, 2)
+    of_block = Odds(*(leaf[:, 0] for leaf in odds))
+    state, _ = packed_draft(params, block, of_block, cache, None, how, Tactic(True, "all"))
+    fed, forgotten = feed(params, block, DraftState(cache, odds), successors, how)
+    _, drafted = draft(params, block, outcome, cache, None, how)
+    noted = take_note(params, block, outcome, cache, how)
+    assert noted.length.tolist() == drafted.length.tolist() == [9, 5]
+    assert fed.cache.length.tolist() == state.cache.length.tolist() == [5, 3]
+    assert not jnp.any(forgotten.outcome != NO_OUTCOME)
+    for one, other in ((fed.cache, state.cache), (noted, drafted)):
+        for mine, theirs in zip((*one.k, *one.v), (*other.k, *other.v), strict=True):
+            for row, end in enumerate((9, 7)):
+                np.testing.assert_allclose(mine[row, :, :end], theirs[row, :, :end], atol=1e-5)
+                assert jnp.any(mine[row, :, end - 1] != 0)

@@ -273,7 +273,27 @@ def test_a_drafter_that_fails_is_an_error_or_plain_decoding_but_never_silent(mod
     assert 0 < sum(len(c.rounds) for c in completions) <= 4  # so many were drafted
     assert engine.generate(MANY[:2], settings()[:2])[1].ids == alone[1]
 
+    engine = failing("retry")
+    with pytest.warns(RuntimeWarning, match="begins again from fresh caches"):
+        completions = engine.generate(MANY[3:7], settings()[3:7])
+    assert [c.ids for c in completions] == alone[3:7]
+    assert sum(c.drafted_rounds for c in completions) > 8
+    assert all(c.drafted_rounds for c in completions)
+
     engine = failing("error")
     with pytest.raises(RuntimeError, match="device is gone"):
         engine.generate(MANY[3:7], settings()[3:7])
     assert [c.ids for c in engine.generate(MANY[3:7], settings()[3:7])] == alone[3:7]
+
+
+def test_a_drafter_that_never_works_is_tried_once(alone, monkeypatch):
+    def broken(*args):
+        raise RuntimeError("no such device")
+
+    monkeypatch.setattr("d3d_jax.decoding.asynchronous.Asynchronous.launch", broken)
+    target, drafter = random_model(CONFIG, 0), random_model(CONFIG, 0, 4)
+    engine = build(target, drafter, DecodeConfig(block_size=4, on_draft_failure="retry"), 2, rows=2)
+    with pytest.warns(RuntimeWarning, match="the target decodes alone from here on"):
+        completions = engine.generate(MANY[3:7], settings()[3:7])
+    assert [c.ids for c in completions] == alone[3:7]
+    assert not any(c.drafted_rounds for c in completions)

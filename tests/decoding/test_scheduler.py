@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 
+import jax
+import numpy as np
 import pytest
 
 from d3d_jax.config import SamplingParams
@@ -136,3 +138,17 @@ def test_a_runner_that_fails_without_a_fallback_ends_its_requests_and_serves_the
     notes.launch = works
     run(scheduler)
     assert waiting.finish_reason == "length"
+
+
+def test_a_transfer_that_is_not_written_out_is_refused():
+    """A numpy array that slips into a program in the middle of service would make each round wait for its copy."""
+
+    class Careless(Notes):
+        def launch(self, number, settings, until, observer):
+            jax.jit(lambda x: x + 1)(np.ones(3))
+            return super().launch(number, settings, until, observer)
+
+    scheduler = Scheduler(lambda: Careless(1), 1, MAX_LEN, 2)
+    scheduler.submit(ask(3, 5))
+    with pytest.raises(Exception, match="Disallowed host-to-device transfer"):
+        run(scheduler)
