@@ -79,7 +79,7 @@ class Engine:
         if decode.mode != "ar" and drafter is not None and drafter.drafter is not None:
             draft_attention = attention_of(drafter.config, decode, as_devices(devices[1])[0], dtype)
             side = Side.place(drafter, devices[1], max_len, dtype, draft_attention)
-            how = Drafting(drafter.config, drafter.drafter, decode, num_token_ids, draft_attention)
+            how = Drafting(drafter.config, drafter.drafter, decode, num_token_ids, draft_attention, drafter.script)
         placed = Placed(Side.place(target, devices[0], max_len, dtype, attention), side, how, decode, max_batch)
         plain = (lambda: Autoregressive(placed)) if side and decode.on_draft_failure != "error" else None
         self._scheduler = Scheduler(

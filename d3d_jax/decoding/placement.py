@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from d3d_jax.config import AttentionConfig, DecodeConfig, DrafterConfig, MeshConfig, ModelConfig, SamplingParams
 from d3d_jax.decoding.programs import Drafting
 from d3d_jax.decoding.sampling import Sampling, as_columns
+from d3d_jax.decoding.scripted import Script
 from d3d_jax.decoding.state import Stop
 from d3d_jax.devices.mesh import make_mesh
 from d3d_jax.devices.sharding import replicated, spec, tree_shardings
@@ -28,11 +29,15 @@ NO_TOKEN = -1
 
 @dataclass(frozen=True)
 class Model:
-    """A model as loaded: its shape, its stacked parameters, and, for a drafter, its block format."""
+    """A model as loaded: its shape, its stacked parameters, and, for a drafter, its block format.
+
+    script: what a drafter drafts in place of its own tokens, for tests and measurements; of the engine's rows.
+    """
 
     config: ModelConfig
     params: Params
     drafter: DrafterConfig | None = None
+    script: Script | None = None
 
 
 Devices = jax.Device | Sequence[jax.Device]

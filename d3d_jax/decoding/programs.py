@@ -17,6 +17,7 @@ from d3d_jax.config import AttentionConfig, DecodeConfig, DrafterConfig, ModelCo
 from d3d_jax.decoding.branches import NO_OUTCOME, choose_branches, num_branches, select, selected_odds
 from d3d_jax.decoding.policies import Tactic
 from d3d_jax.decoding.sampling import Sampling, choose, log_probability, scores
+from d3d_jax.decoding.scripted import Script
 from d3d_jax.decoding.state import DraftState, Odds, Outcome, PromptChunk, Stop, Successors
 from d3d_jax.models.attention import AUTO
 from d3d_jax.models.cache import KVCache
@@ -28,7 +29,8 @@ from d3d_jax.models.qwen3 import Params, append, logits
 class Drafting:
     """All that is fixed about the drafter: its shape, its block format, how it is used, and which ids exist.
 
-    num_token_ids: ids from here on are not the tokenizer's; they are never drafted.
+    num_token_ids: ids from here on are not the tokenizer's; they are never drafted. script: drafted in place of what
+    the model would.
     """
 
     model: ModelConfig
@@ -36,6 +38,7 @@ class Drafting:
     decode: DecodeConfig
     num_token_ids: int
     attention: AttentionConfig = AUTO
+    script: Script | None = None
 
 
 def prefill_target(
@@ -82,7 +85,7 @@ def prefill_drafter(
     _, hidden, cache = draft_pass(
         params, chunk.tokens, blocks, context, cache, how.model, how.drafter, how.attention, slot
     )
-    tokens, odds = _drafts(params, hidden, context, None, of_row(sampling, slot), how)
+    tokens, odds = _drafts(params, hidden, context, None, of_row(sampling, slot), how, slot)
     cache = cache.with_length(slot, start + chunk.count - chunk.last)
     odds = jax.tree.map(lambda kept, new: kept.at[slot].set(new[0]), state.odds, odds)  # the one branch plays them all
     outcome = jnp.where(jnp.arange(successors.outcome.shape[1]) == 0, 0, NO_OUTCOME)
@@ -258,12 +261,17 @@ def _drafts(
     banned_BR: jax.Array | None,
     sampling: Sampling | None,
     how: Drafting,
+    slot: jax.Array | None = None,
 ) -> tuple[jax.Array, Odds]:
     """The drafter's token at each place, int32 [B, R, G], and its odds, which are 0 unless branches are chosen by them.
+    With `slot`, of that one row.
 
     A block's first token may be given, and its odds then mean nothing: no outcome depends on them.
     """
     batch, blocks, size, _ = hidden_BRGD.shape
+    if how.script is not None:
+        rows = jnp.arange(batch) if slot is None else slot[None]
+        return how.script.drafts(rows, start_BR, size, how.decode.num_candidates)
     by_id = logits(params, hidden_BRGD.reshape(batch, blocks * size, -1))
     ids = jnp.arange(by_id.shape[-1])
     allowed = (ids < how.num_token_ids) & (ids != how.drafter.mask_token_id)

@@ -8,16 +8,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 from flax import nnx
 
 from d3d_jax.config import DecodeConfig, DrafterConfig, ModelConfig, RopeConfig, SamplingParams
-from d3d_jax.decoding import programs
 from d3d_jax.decoding.engine import Engine
 from d3d_jax.decoding.placement import Model
-from d3d_jax.decoding.state import Completion, Odds
+from d3d_jax.decoding.scripted import Script
+from d3d_jax.decoding.state import Completion
 from d3d_jax.models.qwen3 import Qwen3
 
 VOCAB, TOKEN_IDS, MASK = 72, 64, 64
@@ -96,32 +94,8 @@ def ar_tokens(target):
     return tokens
 
 
-@pytest.fixture
-def scripted(monkeypatch):
-    """A drafter that drafts the rows' true continuations, but errs wherever `wrong(position)` says so.
-
-    It sees neither weights nor tokens: what it drafts depends on positions alone, so a miss that was not
-    asked for is a fault of cache, position or bookkeeping.
-    """
-
-    def script(rows: list[list[int]], wrong) -> None:
-        width = MAX_LEN + 40
-        table = np.zeros((len(rows), width), np.int32)
-        for row, tokens in enumerate(rows):
-            table[row, : len(tokens)] = tokens
-        err = np.array([bool(wrong(position)) for position in range(width)])
-        table = np.where(err, (table + 1) % TOKEN_IDS, table)
-
-        def drafts(params, hidden, start, banned, sampling, how):
-            position = start[:, :, None] + jnp.arange(hidden.shape[2])
-            which = jnp.arange(len(rows))
-            if hidden.shape[0] != len(rows):  # one row's prefill: where it ends tells which
-                which = jnp.argmax(jnp.asarray([len(prompt) for prompt in PROMPTS]) == start[0, 0])[None]
-            tokens = jnp.asarray(table)[which[:, None, None], position]
-            sure = jnp.where(jnp.asarray(err)[position], 0.1, 0.9)
-            others = (tokens[..., None] + 1 + jnp.arange(how.decode.num_candidates)) % TOKEN_IDS
-            return tokens, Odds(sure.astype(jnp.float32), others, jnp.full(others.shape, 0.05))
-
-        monkeypatch.setattr(programs, "_drafts", drafts)
-
-    return script
+def scripted(prompts: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]], block_size: int, wrong=None) -> Model:
+    """A drafter of the rows' true continuations that errs wherever `wrong(position)` says so."""
+    texts = [[*prompt, *ids] for prompt, ids in zip(prompts, outputs, strict=True)]
+    script = Script.of_texts(texts, TOKEN_IDS, wrong or (lambda position: False))
+    return dataclasses.replace(random_model(SMALL, 3, block_size), script=script)

@@ -6,7 +6,7 @@ import pytest
 
 from d3d_jax.config import DecodeConfig, SamplingParams
 
-from .conftest import PROMPTS, SAMPLED, SMALL, build, random_model, run, shared
+from .conftest import PROMPTS, SAMPLED, build, run, scripted, shared
 
 GREEDY = SamplingParams()
 POLICIES = [
@@ -58,11 +58,10 @@ def test_gumbel_drafts_change_no_token(ar_tokens, policy):
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=policy_name)
-def test_a_perfect_drafter_has_every_draft_accepted(target, ar_tokens, scripted, policy):
+def test_a_perfect_drafter_has_every_draft_accepted(target, ar_tokens, policy):
     """Anything less than full acceptance would be a fault in cache, position or bookkeeping."""
     expected = ar_tokens(GREEDY, new=60)
-    scripted([[*p, *ids] for p, ids in zip(PROMPTS, expected, strict=True)], wrong=lambda position: False)
-    drafter = random_model(SMALL, 3, block_size=4)
+    drafter = scripted(PROMPTS, expected, 4)
     engine = build(target, drafter, DecodeConfig(block_size=4, **policy), 2, rows=3)
     for completion, ids in zip(run(engine, PROMPTS, 40, (), GREEDY), expected, strict=True):
         assert completion.ids == ids[:40]
@@ -73,12 +72,10 @@ def test_a_perfect_drafter_has_every_draft_accepted(target, ar_tokens, scripted,
 
 @pytest.mark.parametrize("period", [2, 5])
 @pytest.mark.parametrize("policy", POLICIES, ids=policy_name)
-def test_ragged_acceptance_is_exactly_what_the_drafts_deserve(target, ar_tokens, scripted, policy, period):
+def test_ragged_acceptance_is_exactly_what_the_drafts_deserve(target, ar_tokens, policy, period):
     """Rows of unequal prompts err at unlike places; each round's count must be that of its own row."""
     expected = ar_tokens(GREEDY, new=70)
-    rows = [[*p, *ids] for p, ids in zip(PROMPTS, expected, strict=True)]
-    scripted(rows, wrong=lambda position: position % period == 0)
-    drafter = random_model(SMALL, 3, block_size=6)
+    drafter = scripted(PROMPTS, expected, 6, wrong=lambda position: position % period == 0)
     engine = build(target, drafter, DecodeConfig(block_size=6, **policy), 2, rows=3)
     for prompt, completion, ids in zip(PROMPTS, run(engine, PROMPTS, 50, (), GREEDY), expected, strict=True):
         assert completion.ids == ids[:50]

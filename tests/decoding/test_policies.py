@@ -12,7 +12,7 @@ from d3d_jax.config import DecodeConfig, SamplingParams
 from d3d_jax.decoding import policies
 from d3d_jax.decoding.policies import PLAIN, WITH_BONUS, Fastest, InTurn, Tactic, break_even_tau, policy_for, tactics
 
-from .conftest import GREEDY, PROMPTS, SAMPLED, SMALL, build, random_model, run, shared
+from .conftest import GREEDY, PROMPTS, SAMPLED, build, run, scripted, shared
 
 KEEP, REDRAFT = Tactic(False, "all"), Tactic(True, "all")
 
@@ -199,13 +199,12 @@ def test_warm_up_runs_every_tactic_and_leaves_the_policy_as_it_was(scripts):
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize("mode", ["sync", "async"])
-def test_going_alone_for_a_while_leaves_the_drafter_fed(target, ar_tokens, scripted, scripts, mode, devices, sampling):
+def test_going_alone_for_a_while_leaves_the_drafter_fed(target, ar_tokens, scripts, mode, devices, sampling):
     """A drafter that knows the whole text goes on being right after rounds that it took no part in: in mode `sync` and
     wherever a miss is drafted again, at once."""
-    texts = [prompt + list(ids) for prompt, ids in zip(PROMPTS, ar_tokens(sampling), strict=True)]
-    scripted(texts, lambda position: False)
+    drafter = scripted(PROMPTS, ar_tokens(sampling), 4)
     decode = DecodeConfig(mode=mode, block_size=4, drafting="auto", miss="redraft")
-    engine = build(target, random_model(SMALL, 3, 4), decode, devices, rows=3)
+    engine = build(target, drafter, decode, devices, rows=3)
     completions = run(engine, PROMPTS, 40, sampling=sampling)
     assert [completion.ids for completion in completions] == ar_tokens(sampling)
     for completion in completions:
@@ -215,11 +214,10 @@ def test_going_alone_for_a_while_leaves_the_drafter_fed(target, ar_tokens, scrip
         assert len(completion.bonus_positions) > completion.drafted_rounds
 
 
-def test_the_target_goes_alone_where_drafts_are_worthless(target, ar_tokens, scripted):
+def test_the_target_goes_alone_where_drafts_are_worthless(target, ar_tokens):
     """A drafter that errs everywhere: soon most rounds are plain, and no token changes."""
-    texts = [prompt + list(ids) for prompt, ids in zip(PROMPTS, ar_tokens(GREEDY, 110), strict=True)]
-    scripted(texts, lambda position: True)
-    engine = build(target, random_model(SMALL, 3, 8), DecodeConfig(mode="sync", block_size=8, drafting="auto"))
+    drafter = scripted(PROMPTS[:1], ar_tokens(GREEDY, 110)[:1], 8, wrong=lambda position: True)
+    engine = build(target, drafter, DecodeConfig(mode="sync", block_size=8, drafting="auto"))
     engine.warm_up([len(PROMPTS[0])], [GREEDY])
     for _ in range(6):
         [found] = run(engine, PROMPTS[:1], 110)

@@ -10,17 +10,17 @@ import pytest
 from d3d_jax.config import DecodeConfig, SamplingParams
 from d3d_jax.errors import CapacityError, CompatibilityError, ConfigError
 
-from .conftest import CONFIG, GREEDY, MAX_LEN, PROMPTS, SAMPLED, SMALL, build, random_model, run, shared
+from .conftest import CONFIG, GREEDY, MAX_LEN, PROMPTS, SAMPLED, SMALL, build, random_model, run, scripted, shared
 
 MODES = [{"mode": "sync"}, {"mode": "async", "miss": "keep"}, {"mode": "async", "miss": "redraft"}]
 
 
 @pytest.mark.parametrize("policy", MODES, ids=lambda policy: "-".join(policy.values()))
-def test_a_stop_token_ends_the_row_wherever_it_stands(target, ar_tokens, scripted, policy):
+def test_a_stop_token_ends_the_row_wherever_it_stands(target, ar_tokens, policy):
     """With true drafts every offset in a block is met, the bonus too; other rows of the batch go on."""
     whole = ar_tokens(SAMPLED)
-    scripted([[*p, *ids] for p, ids in zip(PROMPTS, whole, strict=True)], wrong=lambda position: position % 9 == 0)
-    engine = build(target, random_model(SMALL, 3, block_size=4), DecodeConfig(block_size=4, **policy), 2, rows=3)
+    drafter = scripted(PROMPTS, whole, 4, wrong=lambda position: position % 9 == 0)
+    engine = build(target, drafter, DecodeConfig(block_size=4, **policy), 2, rows=3)
     for at in range(12):
         stop = whole[0][at]
         expected = [ids[: ids.index(stop) + 1] if stop in ids else ids for ids in whole]
