@@ -297,3 +297,24 @@ def test_a_drafter_that_never_works_is_tried_once(alone, monkeypatch):
         completions = engine.generate(MANY[3:7], settings()[3:7])
     assert [c.ids for c in completions] == alone[3:7]
     assert not any(c.drafted_rounds for c in completions)
+
+
+@pytest.mark.parametrize("mode", ALL)
+def test_what_was_handed_to_a_device_is_never_written_again(mode, alone, monkeypatch):
+    """A device may read a host array long after the call returned, so it must stay as it was."""
+    handed = []
+
+    def put(tree, *args, **how):
+        for leaf in jax.tree.leaves(tree):
+            if isinstance(leaf, np.ndarray):
+                leaf.flags.writeable = False
+                handed.append((leaf, leaf.copy()))
+        return works(tree, *args, **how)
+
+    works = jax.device_put
+    monkeypatch.setattr(jax, "device_put", put)
+    engine = shared(0, DecodeConfig(block_size=4, **MODES[mode]), 2, rows=3)
+    assert [c.ids for c in engine.generate(MANY, settings())] == alone
+    assert len(handed) > 2 * len(MANY)
+    for leaf, before in handed:
+        np.testing.assert_array_equal(leaf, before)

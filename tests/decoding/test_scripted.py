@@ -47,6 +47,8 @@ def test_an_oracle_is_always_right_and_an_adversary_never(target, ar_tokens, pol
         for completion, ids in zip(run(engine, PROMPTS, NEW, (), sampling), expected, strict=True):
             assert completion.ids == ids[:NEW]
             assert completion.rounds and all(verified.accepted == accepted for verified in completion.rounds)
+            foreseen = [verified.hit for verified in completion.rounds]  # an adversary's bonus tokens are wrong as well
+            assert set(foreseen) == ({None} if policy["mode"] == "sync" else {accepted > 0})
 
 
 @lanes

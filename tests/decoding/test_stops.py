@@ -128,3 +128,25 @@ def test_beyond_the_context_of_the_drafter_the_text_goes_on_with_one_warning(tar
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         run(build(target, drafter, DecodeConfig(mode=mode, block_size=4)), [PROMPTS[0]], 20)
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_row_past_the_context_of_the_drafter_leaves_its_company_and_its_successor_alone(target, mode):
+    """The drafter has the target's weights but knows 48 tokens; one row crosses that, one does not."""
+    drafter = random_model(dataclasses.replace(CONFIG, max_position_embeddings=48), 0, block_size=4)
+    settings = [SamplingParams(max_tokens=most) for most in (30, 60)]
+
+    def decode(prompts, params, rows=1):
+        engine = build(target, drafter, DecodeConfig(mode=mode, block_size=4), 2, rows=rows)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            return engine, engine.generate(prompts, params), len(told)
+
+    _, [short], _ = decode([PROMPTS[0]], settings[0])
+    engine, together, told = decode([PROMPTS[0], PROMPTS[1]], settings, rows=2)
+    assert told == 1
+    assert together[0] == dataclasses.replace(short, prefill_s=together[0].prefill_s, decode_s=together[0].decode_s)
+    [ar] = run(build(target, None, DecodeConfig(mode="ar")), [PROMPTS[1]], 60)
+    assert together[1].ids == ar.ids
+    [after] = engine.generate([PROMPTS[0]], settings[0])
+    assert (after.ids, after.rounds) == (short.ids, short.rounds)
