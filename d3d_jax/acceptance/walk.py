@@ -37,10 +37,10 @@ def samples(found: Everywhere, decode: DecodeConfig) -> list[Sample]:
             f"mode {decode.mode!r} with draft_sampling {decode.draft_sampling!r} cannot be told from text alone; "
             "use mode 'sync' or 'async' with draft_sampling 'argmax'"
         )
-    if decode.bonus != "masked" or "auto" in (decode.miss, decode.outcomes):
+    if decode.bonus != "masked" or "auto" in (decode.miss, decode.outcomes, decode.drafting):
         raise ConfigError(
             f"bonus {decode.bonus!r}, miss {decode.miss!r} and outcomes {decode.outcomes!r} cannot be told from blocks "
-            "drafted everywhere; use bonus 'masked', and neither miss nor outcomes 'auto'"
+            "drafted everywhere; use bonus 'masked', and miss, outcomes and drafting without 'auto'"
         )
     walked = []
     for row, count in enumerate(np.asarray(found.count)):

@@ -7,6 +7,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from d3d_jax.cli.pair_options import (
+    ASYNC_ONLY,
     add_device_argument,
     add_drafting_arguments,
     add_sampling_arguments,
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from d3d_jax.benchmarks.runner import Task
+    from d3d_jax.config import DecodeConfig
     from d3d_jax.data.prompts import Prompt
     from d3d_jax.decoding.engine import Engine
     from d3d_jax.decoding.loading import OpenedPair
@@ -67,6 +69,10 @@ def run(args: argparse.Namespace) -> int:
         out.width = 110
     if bool(args.target) != bool(args.draft):
         raise ConfigError("--target and --draft go together; name both, or neither for the embedded pair")
+    if args.drafting == "auto":
+        raise ConfigError(
+            "--drafting auto: the demo tells what drafting brings, so that it always drafts; leave it out"
+        )
     sampling = sampling_of(args)
     check_writable(args.output_json, "--output-json")
     check_writable(args.timeline, "--timeline")
@@ -88,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
     prompts = [encode_prompt(pair.tokenizer, question.messages()) for question in questions]
     max_len = plan_slots(prompts, args.max_new_tokens, pair.target.config, pair.block_size, None)
     task = Task(tuple(map(tuple, prompts)), args.max_new_tokens, pair.stop_ids, sampling)
-    print_header(out, args, pair, devices)
+    print_header(out, args, pair, devices, decode["async"])
 
     loaded = load_with_progress(pair, decode["async"], devices, DTYPE, err)
 
@@ -189,7 +195,9 @@ def pair_in_words(pair: OpenedPair) -> str:
     return f"{target:.1f}M target, {drafter:.1f}M drafter, blocks of {pair.block_size}"
 
 
-def print_header(out: Console, args: argparse.Namespace, pair: OpenedPair, devices: tuple) -> None:
+def print_header(
+    out: Console, args: argparse.Namespace, pair: OpenedPair, devices: tuple, decode: DecodeConfig
+) -> None:
     from rich.text import Text
 
     from d3d_jax.devices.host import describe
@@ -201,6 +209,8 @@ def print_header(out: Console, args: argparse.Namespace, pair: OpenedPair, devic
     out.print(f"  models    {which}: {pair_in_words(pair)}", markup=False)
     out.print(f"  prompts   {args.num_prompts}, up to {args.max_new_tokens} new tokens each, {how}, {DTYPE}")
     out.print(f"  devices   {describe(devices)}{shared}")
+    chosen = [f"{name} {value}" for name in ASYNC_ONLY if (value := getattr(decode, name)) is not None]
+    out.print(f"  async     {', '.join(chosen)}", markup=False)
 
 
 def show_answer(out: Console, question: Prompt, tokenizer: Any, completion: Completion) -> None:

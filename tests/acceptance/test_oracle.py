@@ -178,6 +178,7 @@ def test_interpreted_kernels_find_the_same(packed):
         DecodeConfig(bonus="both"),
         DecodeConfig(miss="auto"),
         DecodeConfig(outcomes="auto"),
+        DecodeConfig(drafting="auto"),
     ],
 )
 def test_a_mode_whose_rounds_do_not_follow_from_the_text_is_refused(packed, decode):

@@ -88,6 +88,7 @@ def test_tokens_that_differ_are_exit_code_1(done, pair, monkeypatch, capsys):
         (["--output-json", "/nowhere/x.json"], "--output-json /nowhere/x.json: the folder /nowhere does not exist"),
         (["--top-k", "5"], "temperature=0 is greedy"),
         (["--temperature", "-1"], "temperature must be 0"),
+        (["--drafting", "auto"], "--drafting auto: the demo tells what drafting brings"),
     ],
 )
 def test_contradictions_are_refused_at_once(words, said, capsys):

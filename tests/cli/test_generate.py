@@ -43,6 +43,18 @@ def test_every_mode_gives_the_same_text(pair, tmp_path, capsys):
     assert texts[0] == texts[1]
 
 
+def test_where_drafting_is_left_open_it_is_said_what_came_of_it(pair, tmp_path, capsys):
+    questions = [{"id": n, "turns": [f"How many {n}?"]} for n in range(6)]
+    asked, answers = tmp_path / "asked.jsonl", tmp_path / "answers.jsonl"
+    asked.write_text("".join(json.dumps(one) + "\n" for one in questions))
+    words = ["--model-path", pair.target, "--draft-model-path", pair.drafter, "--input", asked, "--output", answers]
+    assert generate(*words, "--mode", "sync", "--drafting", "auto", "--max-new-tokens", 100) == 0
+    assert "drafting pays from" in capsys.readouterr().err
+    found = [json.loads(line) for line in answers.read_text().splitlines()]
+    assert all(0 <= one["drafted_share"] <= 1 for one in found)
+    assert found[-1]["break_even_tau"] is None or found[-1]["break_even_tau"] > 0
+
+
 def test_a_file_is_answered_and_gone_on_with(pair, tmp_path, capsys):
     output = tmp_path / "answers.jsonl"
     words = ["--model-path", pair.target, "--input", pair.prompts, "--output", output, "--max-new-tokens", 6]
