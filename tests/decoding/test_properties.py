@@ -22,7 +22,7 @@ POLICIES = [
     {"mode": "async", "block_size": 4, "miss": "redraft"},
     {"mode": "async", "block_size": 4, "miss": "redraft", "bonus": "both", "outcomes": 2, "row_budget": 20},
     {"mode": "async", "block_size": 4, "miss": "keep", "bonus": "anchored", "candidates": 1},
-    {"mode": "async", "block_size": 4, "miss": "auto", "outcomes": "auto"},  # the last: its rounds depend on time
+    {"mode": "async", "block_size": 4, "miss": "auto", "outcomes": "auto", "drafting": "auto"},  # rounds depend on time
 ]
 QUIET = settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 
