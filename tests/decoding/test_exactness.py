@@ -46,6 +46,19 @@ def test_no_block_size_changes_a_token(ar_tokens, policy, block_size):
         assert run(engine, [prompt], 40, (), SAMPLED)[0].ids == ids
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", [POLICIES[0], POLICIES[2]], ids=policy_name)
+def test_two_hundred_prompts_through_eight_rows(target, policy):
+    """Greedy, drafts from the target's own weights, in company that changes all the time."""
+    prompts = [[(11 * n + k * k) % TOKEN_IDS for k in range(1 + 7 * n % 30)] for n in range(200)]
+    ar = build(target, None, DecodeConfig(mode="ar"), rows=8)
+    expected = [completion.ids for completion in run(ar, prompts, 12)]
+    for block_size in (2, 4, 8, 16):
+        decode = DecodeConfig(block_size=block_size, **policy)
+        engine = build(target, random_model(CONFIG, 0, block_size), decode, 2, rows=8)
+        assert [completion.ids for completion in run(engine, prompts, 12)] == expected
+
+
 @pytest.mark.parametrize("policy", POLICIES, ids=policy_name)
 def test_a_row_of_a_batch_is_as_it_is_alone(ar_tokens, policy):
     engine = shared(3, DecodeConfig(block_size=4, **policy), 2, rows=3)
